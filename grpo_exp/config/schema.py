@@ -1,0 +1,250 @@
+"""The typed shape of every configuration, and the one place where a default lives.
+
+Each dataclass is one config group (a folder under ``conf/``); an option file there holds only what differs from the
+defaults below. Nothing here imports torch, so the command line can compose and check a configuration in well under a
+second. Values that Hydra cannot check by type are checked by :mod:`grpo_exp.config.validate`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class LossScaleMode(Enum):
+    none = "none"
+    static = "static"
+    dynamic = "dynamic"
+
+
+class Backend(Enum):
+    hf = "hf"
+
+
+class TaskName(Enum):
+    reverse = "reverse"
+    sort = "sort"
+    shortest = "shortest"
+    jsonl = "jsonl"
+
+
+class RewardErrors(Enum):
+    fail = "fail"
+    skip = "skip"
+
+
+class Advantage(Enum):
+    grpo = "grpo"
+    dr_grpo = "dr_grpo"
+    rloo = "rloo"
+
+
+class Normalization(Enum):
+    sequence_mean = "sequence_mean"
+    token_mean = "token_mean"
+    constant = "constant"
+
+
+class OldLogprobs(Enum):
+    """Where the denominator of the policy ratio comes from."""
+
+    rollout = "rollout"
+    recompute = "recompute"
+
+
+class CorrectionName(Enum):
+    none = "none"
+
+
+class Schedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Strategy(Enum):
+    single = "single"
+
+
+class TrackerName(Enum):
+    none = "none"
+    wandb = "wandb"
+
+
+class WandbMode(Enum):
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+
+
+@dataclass
+class ModelConfig:
+    """Which policy is trained. ``init_kwargs`` are keywords of ``from_pretrained``."""
+
+    name_or_path: str = MISSING
+    tokenizer: str | None = None
+    init_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+
+
+@dataclass
+class LossScaleConfig:
+    """Loss scaling for fp16 compute; the fields of ``torch.amp.GradScaler``. ``static`` uses ``init`` for ever."""
+
+    mode: LossScaleMode = LossScaleMode.none
+    init: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+
+@dataclass
+class PrecisionConfig:
+    """One dtype name per precision site. ``null`` follows the site named in the comment, ``auto`` the checkpoint."""
+
+    params: str = "auto"
+    compute: str | None = None  # follows params
+    head: str | None = None  # follows compute
+    grad_reduce: str | None = None  # follows params
+    optimizer_state: str = "fp32"
+    rollout: str | None = None  # follows compute
+    rollout_head: str | None = None  # follows rollout
+    kv_cache: str | None = None  # follows rollout
+    wire: str | None = None  # follows rollout
+    matmul: str = "highest"
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+
+
+@dataclass
+class RolloutConfig:
+    """Generator workers. ``num_workers=0`` runs the engine inside the trainer's process, in lockstep."""
+
+    backend: Backend = Backend.hf
+    num_workers: int = 1
+    num_threads: int = 1
+    batch_size: int = 256  # completions decoded together
+    temperature: float = 1.0
+    max_staleness: int = 1
+    in_flight_sync: bool = True  # load new weights between two decode steps rather than between two batches
+    startup_timeout_s: float = 300.0
+    request_timeout_s: float = 600.0
+    max_retries: int = 2  # of one group
+    max_restarts: int = 2  # of workers, in a row
+
+
+@dataclass
+class TaskConfig:
+    """Prompts and reward. ``reward`` and ``accuracy`` are import paths (``package.module:function``) for ``jsonl``."""
+
+    name: TaskName = TaskName.reverse
+    num_train: int = 8192
+    num_eval: int = 256
+    seed: int = 0
+    length: int = 6
+    max_completion_tokens: int = 8
+    path: str | None = None
+    eval_path: str | None = None
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    reward: str | None = None
+    reward_timeout_s: float = 60.0
+    reward_errors: RewardErrors = RewardErrors.fail
+    shuffle_rewards: bool = False  # a control: rewards of a group are permuted, so nothing can be learnt
+
+
+@dataclass
+class AlgoConfig:
+    group_size: int = 8
+    advantage: Advantage = Advantage.grpo
+    advantage_eps: float = 1e-4
+    normalization: Normalization = Normalization.sequence_mean
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    old_logprobs: OldLogprobs = OldLogprobs.rollout
+    mask_truncated: bool = False
+
+
+@dataclass
+class CorrectionConfig:
+    name: CorrectionName = CorrectionName.none
+
+
+@dataclass
+class OptimConfig:
+    """AdamW."""
+
+    lr: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: Schedule = Schedule.constant
+    warmup_steps: int = 0
+
+
+@dataclass
+class DistributedConfig:
+    strategy: Strategy = Strategy.single
+
+
+@dataclass
+class TrackerConfig:
+    name: TrackerName = TrackerName.none
+    project: str = "grpo_exp"
+    entity: str | None = None
+    mode: WandbMode = WandbMode.auto
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class TrainerConfig:
+    """``max_*``: whichever bound is met first ends the run. A null bound does not count."""
+
+    device: Device = Device.auto
+    num_threads: int = 1
+    max_steps: int | None = 150
+    max_epochs: int | None = None
+    max_minutes: float | None = None
+    prompts_per_step: int = 32
+    tokens_per_micro_batch: int = 4096
+    logprob_chunk: int = 1024  # positions whose logits are held at once
+    eval_every: int = 50  # steps; 0 = only before the first and after the last step
+    save_every: int = 50  # steps; 0 = only at the end
+    keep_checkpoints: int = 2
+    max_skipped_steps: int = 20  # in a row, then the run fails
+    stall_timeout_s: float = 1800.0  # without a finished group, then the run fails
+
+
+@dataclass
+class SweepConfig:
+    """What a sweep is compared by. ``baseline`` is an arm, e.g. ``precision=fp32``."""
+
+    name: str | None = None
+    baseline: str | None = None
+    metric: str = "eval/accuracy"
+
+
+@dataclass
+class Config:
+    model: ModelConfig = MISSING
+    precision: PrecisionConfig = MISSING
+    rollout: RolloutConfig = MISSING
+    task: TaskConfig = MISSING
+    algo: AlgoConfig = MISSING
+    correction: CorrectionConfig = MISSING
+    optim: OptimConfig = MISSING
+    distributed: DistributedConfig = MISSING
+    tracker: TrackerConfig = MISSING
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    seed: int = 0
+    runs_dir: str = "runs"

@@ -1,0 +1,42 @@
+"""The one exception for what a user can put right: printed in a line or two, exit code 2, never with a traceback."""
+
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used.
+
+    Args:
+        key: dotted path of the setting, as it is written on the command line.
+        value: the value that was given.
+        allowed: what would be accepted, in words or as a list of names.
+        fix: what to do, as an imperative.
+    """
+
+    def __init__(self, key: str, value: object, allowed: str | Iterable[str] = "", fix: str = "") -> None:
+        self.key, self.value, self.fix = key, value, fix
+        self.allowed = allowed if isinstance(allowed, str) else ", ".join(allowed)
+        text = f"{key}={value!r}" if isinstance(value, str) else f"{key}={value}"
+        if self.allowed:
+            text += f": allowed: {self.allowed}"
+        if fix:
+            text += f" ({fix})" if self.allowed else f": {fix}"
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.key, self.value, self.allowed, self.fix)
+
+
+class ConfigErrors(ConfigError):
+    """Every problem found in one configuration, so that a user mends them in one go."""
+
+    def __init__(self, errors: list[ConfigError]) -> None:
+        self.errors = errors
+        ValueError.__init__(self, "\n".join(str(error) for error in errors))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.errors,)
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on: the message is the reason that status.json records."""
