@@ -1,0 +1,214 @@
+"""Precision sites by name: parsing dtype names, and which site follows which. Imports no torch.
+
+A *site* is one place where a dtype is chosen. Names are ``fp32``, ``bf16``, ``fp16`` and, before it is resolved, ``auto``.
+:func:`grpo_exp.precision.resolve` turns what is decided here into torch dtypes.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .schema import LossScaleMode, PrecisionConfig
+
+SPELLINGS: dict[str, str] = {
+    "auto": "auto",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+}
+ALLOWED = "auto, bf16 (bfloat16), fp16 (float16, half), fp32 (float32, float)"
+MATMUL_MODES = ("highest", "high", "medium")
+FP16_SMALLEST_SUBNORMAL = 2.0**-24
+
+FOLLOWS: dict[str, str | None] = {
+    "params": None,
+    "compute": "params",
+    "head": "compute",
+    "grad_reduce": "params",
+    "optimizer_state": None,
+    "rollout": "compute",
+    "rollout_head": "rollout",
+    "kv_cache": "rollout",
+    "wire": "rollout",
+}
+"""Every dtype site, in the order in which they are resolved, with the site it follows where it is null."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one site came to be, and why."""
+
+    name: str
+    reason: str
+
+
+def parse_dtype(value: object, key: str) -> str:
+    """Turn any accepted spelling into ``auto``, ``fp32``, ``bf16`` or ``fp16``.
+
+    Strings in any case, with or without ``torch.`` in front, and ``torch.dtype`` objects are accepted; the result is
+    accepted too, so parsing twice changes nothing.
+
+    Raises:
+        ConfigError: (a ValueError) for everything else, also for attributes of torch that are no float dtype.
+    """
+    is_torch_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    text = str(value) if is_torch_dtype or isinstance(value, str) else ""
+    name = SPELLINGS.get(text.strip().lower().removeprefix("torch."))
+    if name is None:
+        raise ConfigError(key, value if isinstance(value, str) else repr(value), ALLOWED)
+    return name
+
+
+def checkpoint_dtype(path: Path) -> str | None:
+    """The dtype a local checkpoint declares in its config.json, else that of its first safetensors weight.
+
+    Returns:
+        ``fp32``, ``bf16``, ``fp16``, or None where the folder does not say.
+    """
+    config_file = path / "config.json"
+    if config_file.is_file():
+        declared = json.loads(config_file.read_text())
+        name = declared.get("dtype") or declared.get("torch_dtype")
+        if isinstance(name, str) and name.lower().removeprefix("torch.") in SPELLINGS:
+            return SPELLINGS[name.lower().removeprefix("torch.")]
+    for weights in sorted(path.glob("*.safetensors")):
+        with weights.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                return {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}.get(entry["dtype"])
+    return None
+
+
+def loader_dtype(init_kwargs: Mapping[str, Any], params: object) -> str:
+    """The one load dtype from its two places, ``precision.params`` and ``model.init_kwargs.dtype``.
+
+    ``auto`` agrees with anything.
+
+    Raises:
+        ConfigError: if either is no dtype, or they disagree; the message names both keys.
+    """
+    asked = parse_dtype(params, "precision.params")
+    for key in ("dtype", "torch_dtype"):
+        if init_kwargs.get(key) is None:
+            continue
+        given = parse_dtype(init_kwargs[key], f"model.init_kwargs.{key}")
+        if "auto" not in (asked, given) and given != asked:
+            raise ConfigError(
+                f"model.init_kwargs.{key}",
+                given,
+                f"{asked}, the value of precision.params",
+                "two keys set the load dtype: make them agree, or leave one out",
+            )
+        asked = given if asked == "auto" else asked
+    return asked
+
+
+def resolve_sites(config: PrecisionConfig, init_kwargs: Mapping[str, Any], checkpoint: str) -> dict[str, Site]:
+    """Decide every dtype site. ``checkpoint`` is the checkpoint's own dtype: what ``auto`` stands for.
+
+    Raises:
+        ConfigError: if a value is no dtype name.
+    """
+    sites: dict[str, Site] = {}
+    for site, follows in FOLLOWS.items():
+        value = getattr(config, site)
+        if site == "params":
+            name = loader_dtype(init_kwargs, value)
+            reason = "precision.params" if parse_dtype(value, "precision.params") != "auto" else "model.init_kwargs.dtype"
+        elif value is None:
+            assert follows is not None, site
+            sites[site] = Site(sites[follows].name, f"follows {follows}")
+            continue
+        else:
+            name, reason = parse_dtype(value, f"precision.{site}"), f"precision.{site}"
+        sites[site] = Site(checkpoint, "the checkpoint's own dtype") if name == "auto" else Site(name, reason)
+    return sites
+
+
+def site_problems(config: PrecisionConfig, init_kwargs: Mapping[str, Any]) -> list[ConfigError]:
+    """Values that are wrong whatever the checkpoint and the device are."""
+    problems: list[ConfigError] = []
+    for site in FOLLOWS:
+        value = getattr(config, site)
+        try:
+            if site == "params":
+                loader_dtype(init_kwargs, value)
+            elif value is not None:
+                parse_dtype(value, f"precision.{site}")
+        except ConfigError as error:
+            problems.append(error)
+    if config.matmul not in MATMUL_MODES:
+        problems.append(ConfigError("precision.matmul", config.matmul, MATMUL_MODES))
+    scale = config.loss_scale
+    if not scale.init > 0:
+        problems.append(ConfigError("precision.loss_scale.init", scale.init, "a number > 0"))
+    if scale.mode is LossScaleMode.dynamic:
+        if not scale.growth_factor > 1:
+            problems.append(ConfigError("precision.loss_scale.growth_factor", scale.growth_factor, "a number > 1"))
+        if not 0 < scale.backoff_factor < 1:
+            problems.append(
+                ConfigError("precision.loss_scale.backoff_factor", scale.backoff_factor, "a number between 0 and 1")
+            )
+        if scale.growth_interval < 1:
+            problems.append(ConfigError("precision.loss_scale.growth_interval", scale.growth_interval, "1 or more"))
+    return problems
+
+
+def combination_problems(config: PrecisionConfig, sites: Mapping[str, Site], optim_eps: float) -> list[ConfigError]:
+    """Sites that do not go together, whatever the device is."""
+    name = {site: entry.name for site, entry in sites.items()}
+    problems: list[ConfigError] = []
+
+    def refuse(site: str, allowed: str, fix: str) -> None:
+        problems.append(ConfigError(f"precision.{site}", name[site], allowed, fix))
+
+    if name["compute"] != name["params"] and name["params"] != "fp32":
+        refuse(
+            "compute",
+            name["params"],
+            f"autocast lowers fp32 weights, it cannot compute otherwise over {name['params']} weights:"
+            " set precision.params=fp32",
+        )
+    scaled = config.loss_scale.mode is not LossScaleMode.none
+    needs_scale = name["compute"] == "fp16" and name["params"] == "fp32"
+    if needs_scale and not scaled:
+        problems.append(
+            ConfigError(
+                "precision.loss_scale.mode",
+                "none",
+                "dynamic, static",
+                "fp16 compute over fp32 weights loses small gradients without a loss scale",
+            )
+        )
+    if scaled and not needs_scale:
+        problems.append(
+            ConfigError(
+                "precision.loss_scale.mode",
+                config.loss_scale.mode.name,
+                "none",
+                f"a loss scale is for fp16 compute over fp32 weights, not {name['compute']} over {name['params']}",
+            )
+        )
+    if name["optimizer_state"] not in ("fp32", name["params"]):
+        refuse("optimizer_state", f"fp32, {name['params']}", "moments are kept in fp32 or in the dtype of the weights")
+    elif name["optimizer_state"] == "fp16" and optim_eps < FP16_SMALLEST_SUBNORMAL:
+        problems.append(
+            ConfigError(
+                "optim.eps", optim_eps, "1e-4 or so", "it rounds to 0 in fp16 moments; or precision.optimizer_state=fp32"
+            )
+        )
+    if name["grad_reduce"] != name["params"]:
+        refuse("grad_reduce", name["params"], "distributed=single reduces nothing over ranks")
+    if name["kv_cache"] != name["rollout"]:
+        refuse("kv_cache", name["rollout"], "rollout=hf keeps its cache in the rollout dtype")
+    return problems

@@ -1,0 +1,111 @@
+"""Per-token log-probabilities from hidden states, without ever holding the logits of all positions.
+
+A [positions, vocabulary] fp32 tensor is the largest thing in a GRPO step. :func:`token_logprobs` computes it chunk by chunk
+and recomputes each chunk in the backward pass. The matmul runs in the head dtype; temperature and log-softmax are fp32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels import matmul
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: Tensor,
+    temperature: float,
+    head_dtype: torch.dtype,
+    chunk: int,
+) -> tuple[Tensor, Tensor, torch.dtype]:
+    """Log-probability of each token and entropy of each distribution at a temperature.
+
+    Args:
+        hidden: [n, width], any float dtype; the states that predict ``tokens``.
+        weight: [vocabulary, width]; bias: [vocabulary] or None.
+        tokens: [n] int64.
+        head_dtype: dtype of the matmul.
+        chunk: positions whose logits are held at once.
+
+    Returns:
+        logprobs [n] and entropy [n] in nats, float32 (gradients flow through logprobs only), and the dtype that the matmul
+        gave, for the audit.
+    """
+    logprobs, entropy, dtype = _TokenLogprobs.apply(hidden, weight, bias, tokens, temperature, head_dtype, chunk)
+    return logprobs, entropy, dtype
+
+
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits in the head dtype, which all inputs already have."""
+    logits = matmul(hidden, weight.T)
+    return logits if bias is None else logits + bias
+
+
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Logits over temperature in fp32: log-softmax is fp32 whatever the head dtype is."""
+    logits = logits.float()  # see above
+    return logits if temperature == 1.0 else logits / temperature
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        temperature: float,
+        head_dtype: torch.dtype,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, torch.dtype]:
+        weight_h = weight.to(head_dtype)
+        bias_h = None if bias is None else bias.to(head_dtype)
+        logprobs = torch.empty(len(tokens), dtype=torch.float32, device=hidden.device)  # log-probs are fp32 always
+        entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        dtype = head_dtype
+        for start in range(0, len(tokens), chunk):
+            part = slice(start, start + chunk)
+            raw = head_logits(hidden[part].to(head_dtype), weight_h, bias_h)
+            dtype = raw.dtype
+            logits = tempered(raw, temperature)
+            lse[part] = logits.logsumexp(-1)
+            log_p = logits - lse[part, None]
+            logprobs[part] = log_p.gather(-1, tokens[part, None])[:, 0]
+            entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
+        ctx.save_for_backward(hidden, weight, bias, tokens, lse)
+        ctx.temperature, ctx.head_dtype, ctx.chunk = temperature, head_dtype, chunk
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy, dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+        hidden, weight, bias, tokens, lse = ctx.saved_tensors
+        weight_h = weight.to(ctx.head_dtype)
+        bias_h = None if bias is None else bias.to(ctx.head_dtype)
+        grad_hidden = torch.empty_like(hidden)
+        # summed over chunks in fp32, as one large product would be
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)  # likewise
+        for start in range(0, len(tokens), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            hidden_h = hidden[part].to(ctx.head_dtype)
+            logits = tempered(head_logits(hidden_h, weight_h, bias_h), ctx.temperature)
+            d_logits = logits.sub_(lse[part, None]).exp_().neg_()
+            d_logits.scatter_add_(1, tokens[part, None], torch.ones_like(d_logits[:, :1]))
+            d_logits.mul_((grad[part] / ctx.temperature)[:, None])
+            d_logits_h = d_logits.to(ctx.head_dtype)
+            grad_hidden[part] = matmul(d_logits_h, weight_h).to(hidden.dtype)
+            grad_weight += matmul(d_logits_h.T, hidden_h)
+            if grad_bias is not None:
+                grad_bias += d_logits.sum(0)
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            *[None] * 4,
+        )
