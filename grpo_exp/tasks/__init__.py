@@ -1,0 +1,55 @@
+"""Tasks: what is asked and what is rewarded, one small file each. No module here imports torch.
+
+``build`` makes the task of a configuration; ``validate`` says beforehand, without reading data or importing the user's
+code, what is wrong with it.
+"""
+
+import math
+
+from grpo_exp.config.schema import TaskConfig, TaskName
+from grpo_exp.errors import ConfigError, ConfigErrors
+from grpo_exp.tasks import jsonl, prompts, reverse, shortest, sort
+from grpo_exp.tasks.types import Accuracy, Completion, RewardFunction, RewardSpec, Row, Task, text
+
+__all__ = ["Accuracy", "Completion", "RewardFunction", "RewardSpec", "Row", "Task", "build", "text", "validate"]
+
+
+def build(config: TaskConfig) -> Task:
+    """The task of this configuration. Raises :class:`ConfigError` for whatever makes it impossible."""
+    found = validate(config)
+    if found:
+        raise found[0] if len(found) == 1 else ConfigErrors(found)
+    match config.name:
+        case TaskName.reverse:
+            return reverse.build(config)
+        case TaskName.sort:
+            return sort.build(config)
+        case TaskName.shortest:
+            return shortest.build(config)
+        case TaskName.jsonl:
+            return jsonl.build(config)
+
+
+def validate(config: TaskConfig) -> list[ConfigError]:
+    """Every problem that shows without torch, without reading data files and without importing a reward function."""
+    found: list[ConfigError] = []
+    if config.num_eval < 0:
+        found.append(ConfigError("task.num_eval", config.num_eval, "0 or more prompts"))
+    if config.max_completion_tokens < 1:
+        found.append(ConfigError("task.max_completion_tokens", config.max_completion_tokens, "1 or more"))
+    if not 0 < config.reward_timeout_s < math.inf:
+        found.append(ConfigError("task.reward_timeout_s", config.reward_timeout_s, "seconds, more than 0"))
+    match config.name:
+        case TaskName.reverse | TaskName.shortest:
+            return found + prompts.problems(config, reverse.ALPHABET) + ignored(config)
+        case TaskName.sort:
+            return found + prompts.problems(config, sort.ALPHABET) + ignored(config)
+        case TaskName.jsonl:
+            return found + jsonl.problems(config)
+
+
+def ignored(config: TaskConfig) -> list[ConfigError]:
+    """Settings of ``jsonl`` on a task that would ignore them: an error, so that nobody trains on the wrong data."""
+    given = {"path": config.path, "eval_path": config.eval_path, "reward": config.reward}
+    allowed = f"null with task={config.name.value}"
+    return [ConfigError(f"task.{k}", v, allowed, "add task=jsonl") for k, v in given.items() if v is not None]

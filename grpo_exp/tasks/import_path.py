@@ -1,0 +1,37 @@
+"""Functions named in a configuration: ``package.module:function`` or ``path/to/file.py:function``.
+
+Checking the spelling imports nothing; loading is left to the process that runs the function.
+"""
+
+import re
+from pathlib import Path
+
+ALLOWED = "package.module:function or path/to/file.py:function"
+_NAME = r"[A-Za-z_]\w*"
+_DOTTED = re.compile(rf"{_NAME}(\.{_NAME})*")
+
+
+def split(import_path: str) -> tuple[str, str]:
+    """Module or file, and the name in it. The last colon counts: a Windows path has one of its own."""
+    module, _, name = import_path.rpartition(":")
+    return module, name
+
+
+def problem(import_path: str) -> str | None:
+    """What is wrong with the spelling, as far as it can be told without importing; None if nothing is."""
+    module, name = split(import_path)
+    if not module or not name:
+        return "there is no colon between module and function"
+    if not _DOTTED.fullmatch(name):
+        return f"{name!r} is not the name of a function"
+    if module.endswith(".py"):
+        return None if Path(module).is_file() else f"there is no file {module} in {Path.cwd()}"
+    if "/" in module or "\\" in module:
+        return f"{module} is not a .py file"
+    return None if _DOTTED.fullmatch(module) else f"{module!r} is not the name of a module"
+
+
+def absolute(import_path: str) -> str:
+    """The same with the path of a file made absolute, for a process that may work in another folder."""
+    module, name = split(import_path)
+    return f"{Path(module).resolve()}:{name}" if module.endswith(".py") else import_path
