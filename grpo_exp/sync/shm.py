@@ -1,0 +1,144 @@
+"""Weights from the trainer to a generator worker through shared memory, in the wire dtype, checked by a checksum.
+
+The memory is an anonymous file whose descriptor the worker inherits: it has no name, so it cannot outlive the processes.
+The trainer writes only after the worker has acknowledged the version before.
+"""
+
+import mmap
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RunFailed
+from ..precision import dtype_name
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies in the shared memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One set of weights in shared memory: all a worker needs to load and verify it."""
+
+    version: int
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    checksum: int  # of the weights as the engine must hold them, in the rollout dtype
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name in the checkpoint: without what wrappers put in front of it or in between."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "") if wrapper.startswith("_") else name.removeprefix(wrapper)
+    return name.replace(".base_layer.", ".")
+
+
+def unique_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters by canonical name; of tied ones the first name only.
+
+    Raises:
+        RunFailed: if two parameters come to the same name.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():  # already leaves out the second name of a tied parameter
+        clean = canonical_name(name)
+        if clean in found:
+            raise RunFailed(f"two parameters are called {clean} (one of them {name})")
+        found[clean] = parameter.detach()
+    return found
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """CRC-32 of the bytes of some tensors in order."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().data, total)
+    return total
+
+
+def open_memory() -> int:
+    """A descriptor of an empty anonymous file in memory (an unlinked temporary file where there is no memfd)."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("grpo_exp_weights")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class Sender:
+    """The trainer's side. ``fd`` is what a worker inherits."""
+
+    def __init__(self, wire: torch.dtype, rollout: torch.dtype) -> None:
+        self.fd = open_memory()
+        self.wire, self.rollout = wire, rollout
+        self._map: mmap.mmap | None = None
+
+    def write(self, version: int, model: nn.Module) -> Payload:
+        """Cast and copy every parameter; the result goes to the worker as a message."""
+        cast = {name: tensor.to(self.wire) for name, tensor in unique_parameters(model).items()}
+        slots, offset = [], 0
+        for name, tensor in cast.items():
+            num_bytes = tensor.numel() * tensor.element_size()
+            slots.append(Slot(name, tuple(tensor.shape), offset, num_bytes))
+            offset += -(-num_bytes // 64) * 64
+        if self._map is None:
+            os.ftruncate(self.fd, max(offset, 1))
+            self._map = mmap.mmap(self.fd, max(offset, 1))
+        for slot, tensor in zip(slots, cast.values(), strict=True):
+            target = torch.frombuffer(self._map, dtype=self.wire, count=tensor.numel(), offset=slot.offset)
+            target.copy_(tensor.reshape(-1))
+        held = checksum(tensor.to(self.rollout) for tensor in cast.values())
+        return Payload(version, self.wire, tuple(slots), held)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def read(fd: int, payload: Payload) -> Iterator[tuple[str, Tensor]]:
+    """The worker's side: name and tensor, valid until the next write."""
+    end = payload.slots[-1].offset + payload.slots[-1].num_bytes
+    memory = mmap.mmap(fd, end)
+    for slot in payload.slots:
+        count = slot.num_bytes // payload.dtype.itemsize
+        yield slot.name, torch.frombuffer(memory, dtype=payload.dtype, count=count, offset=slot.offset).view(slot.shape)
+
+
+@torch.no_grad()
+def load_into(model: nn.Module, payload: Payload, fd: int) -> int:
+    """Copy a payload into an engine's model and return the checksum of what the model then holds.
+
+    Raises:
+        RunFailed: listing names that are missing or unknown, before anything is changed.
+    """
+    expected: Mapping[str, Tensor] = unique_parameters(model)
+    sent = {slot.name for slot in payload.slots}
+    if sent != set(expected):
+        missing, unknown = sorted(set(expected) - sent), sorted(sent - set(expected))
+        raise RunFailed(f"weights do not fit the generator: missing {missing}, unknown {unknown}")
+    wrong = [slot.name for slot in payload.slots if slot.shape != tuple(expected[slot.name].shape)]
+    if wrong:
+        raise RunFailed(f"weights do not fit the generator: other shapes for {wrong}")
+    for name, tensor in read(fd, payload):
+        expected[name].copy_(tensor)
+    held = checksum(expected[slot.name] for slot in payload.slots)
+    if held != payload.checksum:
+        raise RunFailed(
+            f"the generator holds other weights than were sent for version {payload.version}"
+            f" (wire {dtype_name(payload.dtype)}): checksum {held:08x}, expected {payload.checksum:08x}"
+        )
+    return held
