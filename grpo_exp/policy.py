@@ -1,7 +1,6 @@
 """The policy: loading a checkpoint in the dtype that was asked for, and its log-probability pass."""
 
 import inspect
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,28 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config.sites import checkpoint_dtype, loader_dtype
+from .config.sites import checkpoint_dtype, loader_dtype, parse_init_kwargs
 from .errors import ConfigError
 from .head import head_logits, token_logprobs
 from .precision import DTYPES, Precision, dtype_name
-
-
-def parse_init_kwargs(init_kwargs: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Keywords for ``from_pretrained`` as a new dictionary; a JSON string is parsed, the given object is never changed.
-
-    Raises:
-        ConfigError: (a ValueError) if it is neither a mapping, a JSON object nor None.
-    """
-    if isinstance(init_kwargs, str):
-        try:
-            init_kwargs = json.loads(init_kwargs)
-        except json.JSONDecodeError as error:
-            raise ConfigError("model.init_kwargs", str(init_kwargs), "a JSON object", str(error)) from None
-    if init_kwargs is None:
-        return {}
-    if not isinstance(init_kwargs, Mapping):
-        raise ConfigError("model.init_kwargs", repr(init_kwargs), "a mapping or a JSON object")
-    return dict(init_kwargs)
 
 
 def read_checkpoint_dtype(name_or_path: str, init_kwargs: Mapping[str, Any]) -> str:

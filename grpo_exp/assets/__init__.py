@@ -9,3 +9,14 @@ def path(name: str) -> Path:
     if not found.exists():
         raise FileNotFoundError(f"grpo_exp ships no asset named {name!r}")
     return found
+
+
+PREFIX = "asset:"
+
+
+def locate(name_or_path: str) -> str:
+    """``asset:NAME`` as a path of this installation; anything else as it is.
+
+    Configurations name shipped models with the prefix, so that a frozen configuration is the same on every machine.
+    """
+    return str(path(name_or_path.removeprefix(PREFIX))) if name_or_path.startswith(PREFIX) else name_or_path

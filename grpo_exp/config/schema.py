@@ -131,12 +131,18 @@ class RolloutConfig:
     num_threads: int = 1
     batch_size: int = 256  # completions decoded together
     temperature: float = 1.0
-    max_staleness: int = 1
+    max_staleness: int | None = None  # null: 1, and 0 in lockstep, where nothing else is possible
     in_flight_sync: bool = True  # load new weights between two decode steps rather than between two batches
     startup_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
     max_retries: int = 2  # of one group
-    max_restarts: int = 2  # of workers, in a row
+    max_failures: int = 2  # errors and deaths of workers, in a row
+
+    @property
+    def staleness_bound(self) -> int:
+        if self.max_staleness is None:
+            return 1 if self.num_workers else 0
+        return self.max_staleness
 
 
 @dataclass
@@ -248,3 +254,18 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = 0
     runs_dir: str = "runs"
+
+
+def default_config() -> Config:
+    """Every group at its defaults; the model's name is still missing."""
+    return Config(
+        model=ModelConfig(),
+        precision=PrecisionConfig(),
+        rollout=RolloutConfig(),
+        task=TaskConfig(),
+        algo=AlgoConfig(),
+        correction=CorrectionConfig(),
+        optim=OptimConfig(),
+        distributed=DistributedConfig(),
+        tracker=TrackerConfig(),
+    )

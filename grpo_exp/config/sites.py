@@ -68,6 +68,24 @@ def parse_dtype(value: object, key: str) -> str:
     return name
 
 
+def parse_init_kwargs(init_kwargs: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Keywords for ``from_pretrained`` as a new dictionary; a JSON string is parsed, the given object is never changed.
+
+    Raises:
+        ConfigError: (a ValueError) if it is neither a mapping, a JSON object nor None.
+    """
+    if isinstance(init_kwargs, str):
+        try:
+            init_kwargs = json.loads(init_kwargs)
+        except json.JSONDecodeError as error:
+            raise ConfigError("model.init_kwargs", str(init_kwargs), "a JSON object", str(error)) from None
+    if init_kwargs is None:
+        return {}
+    if not isinstance(init_kwargs, Mapping):
+        raise ConfigError("model.init_kwargs", repr(init_kwargs), "a mapping or a JSON object")
+    return dict(init_kwargs)
+
+
 def checkpoint_dtype(path: Path) -> str | None:
     """The dtype a local checkpoint declares in its config.json, else that of its first safetensors weight.
 

@@ -6,7 +6,6 @@ The trainer writes only after the worker has acknowledged the version before.
 
 import mmap
 import os
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -70,19 +69,11 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def open_memory() -> int:
-    """A descriptor of an empty anonymous file in memory (an unlinked temporary file where there is no memfd)."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("grpo_exp_weights")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
 class Sender:
-    """The trainer's side. ``fd`` is what a worker inherits."""
+    """The trainer's side. ``fd`` is what workers inherit; it is theirs and its owner's to close."""
 
-    def __init__(self, wire: torch.dtype, rollout: torch.dtype) -> None:
-        self.fd = open_memory()
+    def __init__(self, fd: int, wire: torch.dtype, rollout: torch.dtype) -> None:
+        self.fd = fd
         self.wire, self.rollout = wire, rollout
         self._map: mmap.mmap | None = None
 
@@ -102,11 +93,6 @@ class Sender:
             target.copy_(tensor.reshape(-1))
         held = checksum(tensor.to(self.rollout) for tensor in cast.values())
         return Payload(version, self.wire, tuple(slots), held)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 def read(fd: int, payload: Payload) -> Iterator[tuple[str, Tensor]]:

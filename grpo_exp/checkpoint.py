@@ -1,0 +1,92 @@
+"""Checkpoints: enough to go on as if nothing had happened. Weights and moments as safetensors, the rest as JSON.
+
+    step-000050/  model.safetensors config.json tokenizer…   an ordinary checkpoint, loadable by its path
+                  optimizer.safetensors                      AdamW's moments by parameter name, the state of torch's RNG
+                  trainer.json                               step, policy version, loss scale, data cursor, open groups
+
+A checkpoint is written beside its place and renamed, so that a folder with the right name is complete.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .errors import RunFailed
+from .optim import Optimizer
+from .sync.shm import unique_parameters
+
+RNG = "rng"
+
+
+@dataclass
+class Progress:
+    """Where a run stands. ``update`` is the policy version: the number of applied optimizer steps."""
+
+    step: int = 0
+    update: int = 0
+    samples: int = 0
+    tokens: int = 0
+    wall_s: float = 0.0
+    skipped_total: int = 0
+    skipped_in_a_row: int = 0
+    loss_scale: dict[str, float] = field(default_factory=dict)
+    cursor: int = 0
+    open_serials: list[int] = field(default_factory=list)
+    groups: dict[str, int] = field(default_factory=dict)
+    stop_reason: str | None = None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{6,}", path.name))
+
+
+def save(folder: Path, progress: Progress, model: Any, optimizer: Optimizer, tokenizer: Any, keep: int) -> Path:
+    """Write a checkpoint and remove the oldest ones beyond ``keep``."""
+    final = folder / f"step-{progress.step:06d}"
+    part = folder / f".{final.name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part, safe_serialization=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(part)
+    tensors = {name: tensor.contiguous() for name, tensor in optimizer.tensors().items()}
+    save_file(tensors | {RNG: torch.get_rng_state()}, part / "optimizer.safetensors")
+    (part / "trainer.json").write_text(json.dumps(asdict(progress), indent=2))
+    shutil.rmtree(final, ignore_errors=True)
+    part.rename(final)
+    for old in list_checkpoints(folder)[:-keep] if keep > 0 else []:
+        shutil.rmtree(old)
+    return final
+
+
+def read_progress(path: Path) -> Progress:
+    return Progress(**json.loads((path / "trainer.json").read_text()))
+
+
+@torch.no_grad()
+def load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Put weights, moments and RNG back, bit for bit.
+
+    Raises:
+        RunFailed: if the checkpoint is of another model or in other dtypes.
+    """
+    stored = load_file(path / "model.safetensors")
+    parameters = unique_parameters(model)
+    if set(stored) != set(parameters):
+        raise RunFailed(f"{path} is not a checkpoint of this model: {sorted(set(stored) ^ set(parameters))}")
+    for name, tensor in stored.items():
+        if tensor.dtype != parameters[name].dtype:
+            raise RunFailed(f"{path}: {name} is stored in {tensor.dtype}, the run keeps it in {parameters[name].dtype}")
+        parameters[name].copy_(tensor)
+    tensors = load_file(path / "optimizer.safetensors")
+    torch.set_rng_state(tensors.pop(RNG))
+    optimizer.load_tensors(tensors)

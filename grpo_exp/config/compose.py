@@ -1,0 +1,2 @@
+from .schema import PrecisionConfig
+def load_precision(n): return PrecisionConfig()

@@ -1,0 +1,153 @@
+"""Everything that can be known to be wrong with a configuration before anything is built. Imports no torch.
+
+All problems are collected, so that a user mends them in one go.
+"""
+
+import math
+from pathlib import Path
+
+from ..assets import locate
+from ..errors import ConfigError, ConfigErrors
+from .schema import Config, Device
+from .sites import checkpoint_dtype, combination_problems, resolve_sites, site_problems
+
+POSITIVE = "a number > 0"
+COUNT = "1 or more"
+COUNT_OR_ZERO = "0 or more"
+
+
+def check(config: Config) -> None:
+    """Raises :class:`ConfigErrors` (a ValueError) listing every problem."""
+    problems = find_problems(config)
+    if problems:
+        raise ConfigErrors(problems)
+
+
+def find_problems(config: Config) -> list[ConfigError]:
+    from ..tasks import validate as task_problems
+    from ..track import validate as tracker_problems
+
+    return [
+        *_precision_problems(config),
+        *_model_problems(config),
+        *_bounds(config),
+        *_rollout_problems(config),
+        *_algo_problems(config),
+        *task_problems(config.task),
+        *tracker_problems(config.tracker),
+    ]
+
+
+def _precision_problems(config: Config) -> list[ConfigError]:
+    precision, kwargs = config.precision, config.model.init_kwargs
+    problems = site_problems(precision, kwargs)
+    folder = Path(locate(config.model.name_or_path))
+    own = checkpoint_dtype(folder) if folder.is_dir() else None
+    if not problems and own is not None:  # with a checkpoint at hand, what goes together is known now
+        problems = combination_problems(precision, resolve_sites(precision, kwargs, own), config.optim.eps)
+    if precision.matmul in ("high", "medium") and config.trainer.device is Device.cpu:
+        problems.append(ConfigError("precision.matmul", precision.matmul, "highest", "a CPU has no TF32 matmuls"))
+    return problems
+
+
+def _model_problems(config: Config) -> list[ConfigError]:
+    problems = []
+    name = config.model.name_or_path
+    folder = Path(locate(name)).expanduser()
+    if not name.strip():
+        problems.append(ConfigError("model.name_or_path", name, "a model's name or the path of a checkpoint"))
+    elif name.startswith(("/", ".", "~")) and not (folder / "config.json").is_file():
+        problems.append(ConfigError("model.name_or_path", name, "a folder with a checkpoint (config.json)"))
+    if config.model.init_kwargs.get("use_safetensors") is False:
+        problems.append(ConfigError("model.init_kwargs.use_safetensors", False, "true", "pickled weights can run code"))
+    if config.model.init_kwargs.get("trust_remote_code") and not config.model.trust_remote_code:
+        problems.append(
+            ConfigError("model.init_kwargs.trust_remote_code", True, "model.trust_remote_code", "set it there")
+        )
+    return problems
+
+
+def _bounds(config: Config) -> list[ConfigError]:
+    trainer, optim = config.trainer, config.optim
+    problems = [
+        ConfigError(key, value, COUNT)
+        for key, value in {
+            "trainer.max_steps": trainer.max_steps,
+            "trainer.max_epochs": trainer.max_epochs,
+            "trainer.num_threads": trainer.num_threads,
+            "trainer.prompts_per_step": trainer.prompts_per_step,
+            "trainer.tokens_per_micro_batch": trainer.tokens_per_micro_batch,
+            "trainer.logprob_chunk": trainer.logprob_chunk,
+            "trainer.keep_checkpoints": trainer.keep_checkpoints,
+            "trainer.max_skipped_steps": trainer.max_skipped_steps,
+            "rollout.batch_size": config.rollout.batch_size,
+            "rollout.num_threads": config.rollout.num_threads,
+        }.items()
+        if value is not None and value < 1
+    ]
+    problems += [
+        ConfigError(key, value, COUNT_OR_ZERO)
+        for key, value in {
+            "trainer.eval_every": trainer.eval_every,
+            "trainer.save_every": trainer.save_every,
+            "optim.warmup_steps": optim.warmup_steps,
+            "optim.weight_decay": optim.weight_decay,
+            "optim.max_grad_norm": optim.max_grad_norm,
+            "rollout.num_workers": config.rollout.num_workers,
+            "rollout.max_staleness": config.rollout.max_staleness,
+            "rollout.max_retries": config.rollout.max_retries,
+            "rollout.max_failures": config.rollout.max_failures,
+        }.items()
+        if value is not None and not value >= 0
+    ]
+    problems += [
+        ConfigError(key, value, POSITIVE)
+        for key, value in {
+            "trainer.max_minutes": trainer.max_minutes,
+            "trainer.stall_timeout_s": trainer.stall_timeout_s,
+            "rollout.startup_timeout_s": config.rollout.startup_timeout_s,
+            "rollout.request_timeout_s": config.rollout.request_timeout_s,
+            "optim.lr": optim.lr,
+            "optim.eps": optim.eps,
+            "algo.advantage_eps": config.algo.advantage_eps,
+        }.items()
+        if value is not None and not (value > 0 and math.isfinite(value))
+    ]
+    problems += [
+        ConfigError(key, value, "a number from 0 up to, but not, 1")
+        for key, value in {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}.items()
+        if not 0 <= value < 1
+    ]
+    if trainer.max_steps is None and trainer.max_epochs is None and trainer.max_minutes is None:
+        problems.append(ConfigError("trainer.max_steps", None, COUNT, "or set trainer.max_epochs or trainer.max_minutes"))
+    return problems
+
+
+def _rollout_problems(config: Config) -> list[ConfigError]:
+    rollout, problems = config.rollout, []
+    if not (rollout.temperature > 0 and math.isfinite(rollout.temperature)):
+        problems.append(
+            ConfigError(
+                "rollout.temperature", rollout.temperature, POSITIVE, "greedy rollouts have no log-probability to train on"
+            )
+        )
+    if rollout.num_workers == 0 and rollout.max_staleness:
+        problems.append(
+            ConfigError("rollout.max_staleness", rollout.max_staleness, "0", "rollout.num_workers=0 runs in lockstep")
+        )
+    return problems
+
+
+def _algo_problems(config: Config) -> list[ConfigError]:
+    algo, problems = config.algo, []
+    if algo.group_size < 2:
+        problems.append(
+            ConfigError("algo.group_size", algo.group_size, "2 or more", "an advantage compares completions of one prompt")
+        )
+    if not 0 < algo.clip_low < 1:
+        problems.append(ConfigError("algo.clip_low", algo.clip_low, "a number between 0 and 1"))
+    if not algo.clip_high > 0:
+        problems.append(ConfigError("algo.clip_high", algo.clip_high, POSITIVE))
+    if algo.dual_clip is not None and not algo.dual_clip > 1:
+        problems.append(ConfigError("algo.dual_clip", algo.dual_clip, "null, or a number > 1"))
+    return problems

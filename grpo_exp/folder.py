@@ -1,0 +1,152 @@
+"""The run folder: everything a run leaves behind, and the only way in which it is written. Imports no torch.
+
+``status.json`` is replaced whole, ``metrics.jsonl`` and ``events.jsonl`` only grow; on a resume the rows after the
+checkpoint are cut. A lock keeps two processes from running in one folder.
+"""
+
+import fcntl
+import os
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from . import jsonl
+from .errors import RunFailed
+
+
+class State(Enum):
+    created = "created"
+    running = "running"
+    done = "done"
+    failed = "failed"
+    preempted = "preempted"
+
+
+@dataclass
+class Status:
+    """What status.json says; see the documentation of the run folder."""
+
+    state: State = State.created
+    step: int = 0
+    max_steps: int | None = None
+    updates: int = 0
+    reason: str | None = None
+    traceback: str | None = None
+    exit_code: int | None = None
+    pid: int | None = None
+    host: str = ""
+    started: str | None = None
+    heartbeat: str | None = None
+    ended: str | None = None
+    groups: dict[str, int] | None = None
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_status(path: Path) -> dict[str, Any] | None:
+    """What status.json of a run folder says, None if there is none."""
+    file = path / "status.json"
+    return jsonl.read_json(file) if file.is_file() else None
+
+
+class RunFolder:
+    """One run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        for name in ("", "logs", "checkpoints"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+        self.status = Status(host=socket.gethostname())
+        self._metrics: jsonl.JsonlWriter | None = None
+        self._events: jsonl.JsonlWriter | None = None
+        self._lock: int | None = None
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def lock(self) -> None:
+        """Take the folder for this process.
+
+        Raises:
+            RunFailed: if another process is running in it.
+        """
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = None
+            raise RunFailed(f"{self.path} is in use by a run that is going on") from None
+
+    def begin(self, max_steps: int | None, after_step: int | None) -> None:
+        """Start, or go on after a step: rows later than that are cut, as that part is run again."""
+        for name in ("metrics.jsonl", "events.jsonl", "trained.jsonl"):
+            if after_step is None:
+                (self.path / name).unlink(missing_ok=True)
+            else:
+                jsonl.truncate_after(self.path / name, after_step)
+        self._metrics = jsonl.JsonlWriter(self.path / "metrics.jsonl")
+        self._events = jsonl.JsonlWriter(self.path / "events.jsonl")
+        self._trained = jsonl.JsonlWriter(self.path / "trained.jsonl")
+        self.update(
+            state=State.running,
+            step=after_step or 0,
+            max_steps=max_steps,
+            pid=os.getpid(),
+            started=now(),
+            ended=None,
+            reason=None,
+            traceback=None,
+            exit_code=None,
+        )
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the status and write it with a heartbeat."""
+        for name, value in changes.items():
+            setattr(self.status, name, value)
+        self.status.heartbeat = now()
+        jsonl.write_json_atomic(self.path / "status.json", asdict(self.status))
+
+    def metrics(self, row: Mapping[str, Any]) -> None:
+        assert self._metrics is not None, "begin comes first"
+        self._metrics.append(row)
+
+    def event(self, step: int, event: str, body: Mapping[str, Any]) -> None:
+        assert self._events is not None, "begin comes first"
+        self._events.append({"step": step, "time": time.time(), "event": event, **body})
+
+    def trained(self, step: int, serials: list[int], prompts: list[int]) -> None:
+        """Which groups a step trained: serials and rows of the data set."""
+        self._trained.append({"step": step, "groups": serials, "prompts": prompts})
+
+    def end(self, state: State, exit_code: int, reason: str | None = None, error: BaseException | None = None) -> None:
+        text = "".join(traceback.format_exception(error)) if error is not None else None
+        self.update(state=state, exit_code=exit_code, reason=reason, traceback=text, ended=now())
+
+    def close(self) -> None:
+        for writer in (self._metrics, self._events):
+            if writer is not None:
+                writer.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def manifest(self) -> dict[str, Any]:
+        file = self.path / "manifest.json"
+        return jsonl.read_json(file) if file.is_file() else {}
+
+    def update_manifest(self, **sections: Any) -> None:
+        jsonl.write_json_atomic(self.path / "manifest.json", self.manifest() | sections)

@@ -1,0 +1,111 @@
+"""The metrics of one optimizer step: every key with its unit and formula, and the function that computes them.
+
+``METRICS`` is the documented table: docs/metrics.md is held to it by a test, and a row with another key is refused.
+"""
+
+import math
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .algo.mismatch import mismatch_metrics
+from .algo.stats import completion_stats
+from .batch import StepBatch
+
+METRICS: dict[str, tuple[str, str]] = {
+    "reward/mean": ("reward", "mean over the completions of the step that have a reward"),
+    "reward/std": ("reward", "population standard deviation over the same"),
+    "eval/accuracy": ("share", "held-out prompts answered right, one completion each at the rollout temperature"),
+    "eval/accuracy_greedy": ("share", "the same, greedy decoding"),
+    "eval/reward": ("reward", "mean reward of the sampled held-out completions"),
+    "loss/policy": ("1", "the policy loss that was minimised, normalised as algo.normalization says"),
+    "grad/norm": ("1", "L2 norm of the gradient after unscaling, before clipping; null where not finite"),
+    "ratio/mean": ("1", "mean of exp(new - old) over tokens, unclipped"),
+    "ratio/clip_frac": ("share", "tokens whose ratio is beyond the clip side that is active for the sign of A"),
+    "mismatch/mean": ("nats", "mean of d_roll = old - mu over tokens, raw"),
+    "mismatch/sd": ("nats", "population standard deviation of d_roll"),
+    "mismatch/abs_mean": ("nats", "mean of |d_roll|"),
+    "mismatch/abs_p95": ("nats", "95th percentile of |d_roll|"),
+    "mismatch/abs_max": ("nats", "maximum of |d_roll|"),
+    "mismatch/k1": ("nats", "mean of mu - old"),
+    "mismatch/k3": ("nats", "mean of exp(d_roll) - 1 - d_roll"),
+    "mismatch/ess": ("share", "(sum W)^2 / (N sum W^2), W = exp(sum of d_roll over a sequence)"),
+    "mismatch/outside": ("share", "tokens with exp(d_roll) outside [0.9, 1.1]"),
+    "staleness/mean": ("versions", "mean over tokens of trained version - version that sampled the token"),
+    "staleness/max": ("versions", "maximum of the same"),
+    "group/zero_std_frac": ("share", "groups whose rewards are all equal, of those with a baseline"),
+    "group/dropped_frac": ("share", "groups of the step with fewer than two valid rewards"),
+    "completion/length_mean": ("tokens", "mean length of the completions of the step"),
+    "completion/length_min": ("tokens", "shortest"),
+    "completion/length_max": ("tokens", "longest"),
+    "completion/terminated_length_mean": ("tokens", "mean length of those that ended by themselves"),
+    "completion/truncated_frac": ("share", "completions that met max_completion_tokens"),
+    "entropy/mean": ("nats", "mean entropy of the trainer's distribution at each sampled token"),
+    "fp16/scale": ("1", "the loss scale that the step used; 1 without loss scaling"),
+    "fp16/skipped_total": ("steps", "steps skipped so far for a non-finite gradient, in any dtype"),
+    "params/changed_frac": ("share", "parameters that have another value after the step, in their own dtype"),
+    "perf/step_s": ("s", "wall time of the step, waiting included"),
+    "perf/train_s": ("s", "of it: forward, backward and optimizer"),
+    "perf/wait_s": ("s", "of it: waiting for groups"),
+    "perf/sync_s": ("s", "of it: handing new weights to the workers"),
+    "perf/rollout_tok_s": ("tokens/s", "tokens generated since the last step per second that engines were busy"),
+    "perf/trained_tok_s": ("tokens/s", "completion tokens of the step over perf/step_s"),
+    "memory/peak_bytes": ("bytes", "peak of the trainer: allocated on a GPU, resident set on a CPU"),
+    "lr": ("1", "learning rate of the step"),
+}
+COLUMNS = ("step", "time", "wall_s", "samples", "tokens")
+
+
+@dataclass
+class Passes:
+    """What the forward and backward passes of one step saw, per token, detached; lists over micro-batches."""
+
+    loss: float
+    scale: float  # the loss scale that was used
+    new: Tensor  # [n]
+    old: Tensor  # [n]: under the weights at the start of the step
+    mu: Tensor  # [n]
+    ratio: Tensor  # [n]
+    clipped: Tensor  # [n]
+    entropy: Tensor  # [n]
+    sequence: Tensor  # [n]
+
+
+def step_metrics(batch: StepBatch, passes: Passes, version: int) -> dict[str, float]:
+    """Everything that follows from the batch and the passes over it."""
+    valid = batch.rewards[batch.rewards.isfinite()].double()  # float64: a mean over many rewards
+    advantages = batch.advantages
+    num_kept = int((~advantages.dropped).sum())
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in batch.rollouts])
+    truncated = torch.tensor([not rollout.finished for rollout in batch.rollouts])
+    lags = version - torch.cat([torch.from_numpy(rollout.versions) for rollout in batch.rollouts])
+    mismatch = mismatch_metrics(passes.mu, passes.old, passes.sequence)
+    return {
+        "reward/mean": float(valid.mean()) if len(valid) else math.nan,
+        "reward/std": float(valid.std(correction=0)) if len(valid) else math.nan,
+        "loss/policy": passes.loss,
+        "ratio/mean": _mean(passes.ratio),
+        "ratio/clip_frac": _mean(passes.clipped),
+        "entropy/mean": _mean(passes.entropy),
+        "group/zero_std_frac": int(advantages.zero_std.sum()) / num_kept if num_kept else math.nan,
+        "group/dropped_frac": 1.0 - num_kept / len(batch.groups),
+        "staleness/mean": _mean(lags),
+        "staleness/max": float(lags.max()),
+        **{f"completion/{key}": value for key, value in completion_stats(lengths, truncated).items()},
+        **{f"mismatch/{key}": value for key, value in mismatch.items()},
+    }
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean())  # float64: sums over many tokens
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory of this process since it started."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

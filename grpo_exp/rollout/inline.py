@@ -1,0 +1,59 @@
+"""``rollout.num_workers=0``: a generator worker without a process, for lockstep runs that repeat bit for bit.
+
+It has the face of a :class:`~grpo_exp.rollout.process.WorkerProcess`; receiving from it is what makes it work.
+"""
+
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from .worker import WorkerLoop, build_engine
+
+Message = tuple[str, Any]
+
+
+class InlineProcess:
+    """Engine and loop of a worker, run inside the trainer's process."""
+
+    index = 0
+    log_path = Path(os.devnull)
+
+    def __init__(self, weights_fd: int) -> None:
+        self.connection = InlineConnection(weights_fd)
+
+    def exit_code(self) -> None:
+        """It cannot die alone."""
+
+    def kill(self) -> None:
+        """Nothing to end."""
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Nothing to end."""
+
+
+class InlineConnection:
+    """What is sent is done when it is polled for."""
+
+    def __init__(self, weights_fd: int) -> None:
+        self._weights_fd = weights_fd
+        self._loop: WorkerLoop | None = None
+        self._replies: deque[Message] = deque()
+
+    def send(self, message: Message) -> None:
+        kind, body = message
+        if kind == "init":
+            spec, in_flight = body
+            self._loop = WorkerLoop(build_engine(spec), spec, self._weights_fd, in_flight, self._replies.append)
+            self._replies.append(("ready", self._loop.engine.observed()))
+        elif kind != "stop":
+            assert self._loop is not None, "init comes first"
+            self._loop.handle(kind, body)
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        if not self._replies and self._loop is not None:
+            self._loop.run_batch(drain=lambda: None)
+        return bool(self._replies)
+
+    def recv(self) -> Message:
+        return self._replies.popleft()

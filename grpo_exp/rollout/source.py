@@ -1,0 +1,253 @@
+"""From prompts to complete groups: starts requests, collects completions, has them rewarded, hands out batches.
+
+    PromptStream ─▶ WorkerPool ─▶ RewardRunner ─▶ GroupBuffer ─▶ next_batch()
+         ▲ as many as the buffer has room for                     consumed by the trainer, one batch a step
+
+Everything runs in the trainer's thread, inside :meth:`RolloutSource.pump`, while the trainer waits for a batch.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any, Protocol
+
+import numpy as np
+from torch import nn
+
+from ..config.schema import Config, RewardErrors
+from ..errors import RunFailed
+from ..tasks import Row, Task
+from ..tasks.rewards import RewardRunner
+from .buffer import GroupBuffer, GroupCounts
+from .pool import Failed, OnEvent, WorkerPool
+from .sampling import derive_seed
+from .stream import PromptStream
+from .types import Generated, Group, Request, Rollout
+
+EVAL_TAG = 0x6576616C  # keeps the seeds of evaluation apart from those of training
+
+
+class Codec(Protocol):
+    """Text to ids and back: :class:`grpo_exp.tokens.Codec`."""
+
+    def encode(self, row: Row) -> list[int]: ...
+    def decode(self, row: Row, token_ids: list[int]) -> Any: ...
+
+
+class Interrupted(Exception):
+    """The run was asked to stop while it waited."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean scores over the held-out prompts; None where the task or the mode has none."""
+
+    accuracy: float | None
+    accuracy_greedy: float | None
+    reward: float | None
+
+    def metrics(self) -> dict[str, float]:
+        named = {
+            "eval/accuracy": self.accuracy,
+            "eval/accuracy_greedy": self.accuracy_greedy,
+            "eval/reward": self.reward,
+        }
+        return {key: value for key, value in named.items() if value is not None}
+
+
+class RolloutSource:
+    """Owns stream, pool, rewards and buffer of one run."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        codec: Codec,
+        pool: WorkerPool,
+        on_event: OnEvent,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.config, self.task, self.codec, self.pool = config, task, codec, pool
+        self.on_event, self.should_stop = on_event, should_stop
+        self.stream = PromptStream(task.train, config.seed, config.trainer.max_epochs)
+        self.buffer = GroupBuffer(config.trainer.prompts_per_step, config.rollout.staleness_bound)
+        self.rewards = RewardRunner(
+            task.reward_funcs,
+            config.task.reward_timeout_s,
+            config.task.reward_errors,
+            config.task.shuffle_rewards,
+            config.seed,
+        )
+        self._generated: dict[int, Generated] = {}
+        self._evaluated: dict[int, Rollout] = {}
+        self._evaluation_rewards: dict[int, float] = {}
+        self._progress = time.monotonic()
+        self.version = 0
+
+    def publish(self, version: int, model: nn.Module) -> None:
+        """Send new weights to the workers; groups that start from now on start under this version or a later one."""
+        self.pool.sync(version, model)
+        self.version = version
+
+    def next_batch(self, steps_left: int | None) -> list[Group] | None:
+        """The groups of the next step; None when the data are used up. Blocks.
+
+        Args:
+            steps_left: steps still to come, this one included; no more groups are started than these can train.
+
+        Raises:
+            RunFailed: if workers or rewards fail for good, or nothing has come for ``trainer.stall_timeout_s``.
+            Interrupted: if the run was asked to stop.
+        """
+        self._progress = time.monotonic()
+        while True:
+            self._start_groups(steps_left)
+            self._drop_stale()
+            batch = self.buffer.take(self.version, last=self.stream.exhausted)
+            if batch is not None:
+                return batch
+            if self.stream.exhausted and not self.buffer.num_held:
+                return None
+            if self.should_stop():
+                raise Interrupted
+            self.pump()
+
+    def pump(self, timeout_s: float = 0.5) -> None:
+        """Wait for news from workers and rewards, and deal with them."""
+        waitables = [*self.pool.connections(), *self.rewards.connections()]
+        due_s = self.rewards.wait_s()
+        if waitables:
+            wait(waitables, timeout_s if due_s is None else min(timeout_s, due_s))
+        for item in self.pool.poll():
+            self._progress = time.monotonic()
+            if isinstance(item, Failed):
+                self._fail(item.serial, item.reason)
+            elif item.serial < 0:
+                self._evaluated[item.serial] = item.rollouts[0]
+                self._reward_evaluation(item)
+            else:
+                self._reward(item)
+        self._collect_rewards()
+        if time.monotonic() - self._progress > self.config.trainer.stall_timeout_s:
+            raise RunFailed(f"no group was finished in {self.config.trainer.stall_timeout_s:g} s: {self._state()}")
+
+    def evaluate(self, version: int) -> Evaluation:
+        """Sampled and greedy completions of the held-out prompts under exactly this version. Not to be interrupted."""
+        self.pool.wait_synced()
+        rows = self.task.eval
+        requests = [
+            self._request(-(2 * index + 1 + greedy), row, 1, 0.0 if greedy else None, derive_seed(EVAL_TAG, version, index))
+            for greedy in (0, 1)
+            for index, row in enumerate(rows)
+        ]
+        self._evaluated.clear()
+        self._evaluation_rewards.clear()
+        self._progress = time.monotonic()
+        self.pool.submit(requests)
+        while len(self._evaluated) < len(requests) or len(self._evaluation_rewards) < len(rows):
+            self.pump()
+        sampled = [self._evaluated[-(2 * index + 1)] for index in range(len(rows))]
+        greedy = [self._evaluated[-(2 * index + 2)] for index in range(len(rows))]
+        rewards = [reward for reward in self._evaluation_rewards.values() if reward == reward]
+        mean_reward = sum(rewards) / len(rewards) if rewards else None
+        return Evaluation(self._accuracy(rows, sampled), self._accuracy(rows, greedy), mean_reward)
+
+    def resume(self, cursor: int, open_serials: list[int], counts: dict[str, int]) -> None:
+        """Go on in the data where a checkpoint was: groups that were open then are started again, first of all."""
+        self.stream.cursor, self.stream.again = cursor, list(open_serials)
+        self.buffer.counts = GroupCounts(**counts)
+        self.buffer.counts.started -= len(open_serials)
+
+    def close(self) -> None:
+        self.rewards.close()
+        self.pool.close()
+
+    def _request(
+        self, serial: int, row: Row, num_completions: int, temperature: float | None = None, seed: int | None = None
+    ) -> Request:
+        return Request(
+            serial=serial,
+            prompt_ids=self.codec.encode(row),
+            num_completions=num_completions,
+            max_new_tokens=self.config.task.max_completion_tokens,
+            temperature=self.config.rollout.temperature if temperature is None else temperature,
+            seed=derive_seed(self.config.seed, serial) if seed is None else derive_seed(self.config.seed, seed),
+            evaluation=serial < 0,
+        )
+
+    def _start_groups(self, steps_left: int | None) -> None:
+        count = self.buffer.room()
+        if steps_left is not None:
+            count = min(count, steps_left * self.config.trainer.prompts_per_step - self.buffer.num_held)
+        serials = self.stream.next_serials(count) if count > 0 else []
+        for serial in serials:
+            self.buffer.start(serial, self.version)
+        if serials:
+            size = self.config.algo.group_size
+            self.pool.submit([self._request(serial, self.stream.row(serial), size) for serial in serials])
+
+    def _reward(self, generated: Generated) -> None:
+        problem = next((p for rollout in generated.rollouts if (p := rollout.problem())), None)
+        if problem is not None:
+            self._fail(generated.serial, f"a completion was not usable: {problem}")
+            return
+        row = self.stream.row(generated.serial)
+        completions = [self.codec.decode(row, rollout.token_ids) for rollout in generated.rollouts]
+        self._generated[generated.serial] = generated
+        self.rewards.submit(generated.serial, row, completions, [r.token_ids for r in generated.rollouts])
+
+    def _reward_evaluation(self, generated: Generated) -> None:
+        """Sampled completions have odd serials and are rewarded; greedy ones are only judged."""
+        if -generated.serial % 2 == 1:
+            row = self.task.eval[(-generated.serial - 1) // 2]
+            ids = generated.rollouts[0].token_ids
+            self.rewards.submit(generated.serial, row, [self.codec.decode(row, ids)], [ids])
+
+    def _collect_rewards(self) -> None:
+        for result in self.rewards.poll():
+            self._progress = time.monotonic()
+            if result.error is not None and self.config.task.reward_errors is RewardErrors.fail:
+                raise RunFailed(result.error)
+            if result.serial < 0:
+                self._evaluation_rewards[result.serial] = result.rewards[0]
+                continue
+            generated = self._generated.pop(result.serial)
+            if result.error is not None:
+                self._fail(result.serial, result.error)
+                continue
+            oldest = min(int(rollout.versions.min()) for rollout in generated.rollouts)
+            row = self.stream.row(result.serial)
+            group = Group(result.serial, self.codec.encode(row), row, generated.rollouts, oldest, result.rewards)
+            self.buffer.finish(group)
+
+    def _fail(self, serial: int, reason: str) -> None:
+        if serial < 0:
+            raise RunFailed(f"evaluation failed: {reason}")
+        self.buffer.fail(serial)
+        self.on_event("failed_group", {"group": serial, "prompt": self.stream.index(serial), "reason": reason})
+
+    def _drop_stale(self) -> None:
+        for group in self.buffer.drop_stale(self.version):
+            lag = self.version - group.version
+            self.on_event("stale_drop", {"group": group.serial, "lag": lag, "lags": dict(self.buffer.stale_lags)})
+
+    def _accuracy(self, rows: list[Row], rollouts: list[Rollout]) -> float | None:
+        if self.task.accuracy is None or not rows:
+            return None
+        return float(np.mean(self.task.accuracy(**self._columns(rows, rollouts))))
+
+    def _columns(self, rows: list[Row], rollouts: list[Rollout]) -> dict[str, list[Any]]:
+        names = {name for row in rows for name in row} - {"prompt"}
+        return {
+            "prompts": [row["prompt"] for row in rows],
+            "completions": [self.codec.decode(row, r.token_ids) for row, r in zip(rows, rollouts, strict=True)],
+            "completion_ids": [rollout.token_ids for rollout in rollouts],
+            **{name: [row.get(name) for row in rows] for name in sorted(names)},
+        }
+
+    def _state(self) -> str:
+        return (
+            f"{len(self.buffer.open)} groups open, {len(self.buffer.ready)} ready, {self.rewards.pending} in the reward"
+            f" functions, {len(self.pool.connections())} worker processes"
+        )

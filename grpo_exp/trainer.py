@@ -1,0 +1,437 @@
+"""The asynchronous GRPO trainer.
+
+    RolloutSource.next_batch ─▶ build_batch ─▶ forward_backward ─▶ Optimizer.step ─▶ publish(version + 1)
+            ▲   groups, each with the versions that sampled it                            │
+            └──────────────────────────── generator workers ◀─────────────────────────────┘
+
+The policy version is the number of applied optimizer steps. A skipped step (a non-finite gradient, or no valid reward)
+advances neither version nor learning rate, and nothing is published for it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import checkpoint
+from .args import AsyncGRPOConfig
+from .assets import locate
+from .batch import StepBatch, build_batch
+from .callbacks import Callbacks
+from .checkpoint import Progress
+from .config.validate import check
+from .device import compute_device
+from .errors import ConfigError, RunFailed
+from .folder import RunFolder, State
+from .metrics import Passes, peak_memory_bytes, step_metrics
+from .observe import observed_after_step, observed_at_startup
+from .optim import Optimizer, StepOutcome, learning_rate
+from .overflow import find_overflow
+from .passes import PassRunner
+from .policy import Policy, load_policy, read_checkpoint_dtype
+from .precision import Audit, DtypeProbe, resolve
+from .rollout.process import Spawned
+from .rollout.source import Interrupted
+from .rollout.start import start_source
+from .tasks import Accuracy, RewardSpec, Row, Task
+from .tokens import Codec, load_tokenizer
+from .track import NullTracker, Tracker
+
+
+class AsyncGRPOTrainer:
+    """Trains a causal language model with GRPO while generator workers go on sampling.
+
+    Args:
+        model: name or path, for ``from_pretrained``.
+        reward_funcs: one or several functions (or import paths) with TRL's signature
+            ``f(prompts, completions, completion_ids, **columns) -> list``; several are summed.
+        args: the settings; ``args.output_dir`` becomes the run folder.
+        train_dataset: rows with a ``"prompt"`` (a string or chat messages); other keys are columns for the functions.
+        eval_dataset: held-out rows for the evaluation in the loop.
+        processing_class: the tokenizer; that of the model where it is None.
+        callbacks: objects with any of the methods of ``transformers.TrainerCallback``.
+        accuracy: a function with the signature of a reward function that returns bools, for ``eval/accuracy``.
+        tracker: where else metrics are shown; started and finished by the caller.
+        workers: generator workers that were started before torch was imported.
+        should_stop: asked while the trainer waits and after each step; True ends the run as preempted.
+
+    Raises:
+        ConfigError: (a ValueError) for settings that cannot be used, before any weights are loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        reward_funcs: RewardSpec | Sequence[RewardSpec],
+        args: AsyncGRPOConfig | None = None,
+        train_dataset: Sequence[Row] = (),
+        eval_dataset: Sequence[Row] | None = None,
+        processing_class: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        *,
+        accuracy: Accuracy | None = None,
+        tracker: Tracker | None = None,
+        workers: Spawned | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.args = args or AsyncGRPOConfig()
+        self.config = config = self.args.to_config()
+        config.model.name_or_path = str(model)
+        check(config)
+        one = callable(reward_funcs) or isinstance(reward_funcs, str)
+        funcs: list[RewardSpec] = [reward_funcs] if one else list(reward_funcs)  # type: ignore[list-item, arg-type]
+        self.task = Task(config.task.name.name, list(train_dataset), list(eval_dataset or ()), funcs, accuracy)
+        if not self.task.train:
+            raise ConfigError("train_dataset", "[]", "one prompt or more")
+        self.device = compute_device(config)
+        kwargs, source = config.model.init_kwargs, locate(config.model.name_or_path)
+        own_dtype = read_checkpoint_dtype(source, kwargs)
+        self.precision = resolve(config.precision, own_dtype, self.device, kwargs, config.optim.eps)
+        torch.set_num_threads(config.trainer.num_threads)
+        self.model: Any = load_policy(source, kwargs, self.precision.params, config.model.trust_remote_code)
+        if kwargs.get("device_map") is None:
+            self.model.to(self.device)
+        self.model.eval()  # dropout would make the ratio of new to old probabilities a matter of chance
+        self.policy = Policy(self.model, self.precision, config.trainer.logprob_chunk)
+        self.optimizer = Optimizer(self.model, config.optim, self.precision)
+        self.passes = PassRunner(self.policy, config.algo, config.rollout.temperature)
+        self.processing_class = processing_class or load_tokenizer(
+            locate(config.model.tokenizer or source), config.model.trust_remote_code, kwargs.get("revision")
+        )
+        self.audit = Audit(self.precision)
+        self.folder = RunFolder(Path(self.args.output_dir))
+        self.tracker, self.should_stop, self._workers = tracker or NullTracker(), should_stop, workers
+        self.callbacks = Callbacks(callbacks or (), self.args)
+        self.progress = Progress()
+
+    def train(self, resume_from_checkpoint: bool | str | Path = False) -> State:
+        """Run until a bound is met and return ``done``, or ``preempted`` if ``should_stop`` said so.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's path, or True for the latest one of the run folder.
+
+        Raises:
+            RunFailed, ConfigError, …: whatever ended the run; status.json of the run folder has reason and traceback.
+        """
+        self.folder.lock()
+        state, error = State.failed, None
+        try:
+            self._start(resume_from_checkpoint)
+            while not self._ended() and self.step():
+                pass
+            state = self._finish()
+        except Interrupted:
+            state = self._preempt()
+        except BaseException as caught:  # the one place that records why a run ended, whatever it was
+            error = caught
+            raise
+        finally:
+            self._close(state, error)
+        return state
+
+    def step(self) -> bool:
+        """One optimizer step. False: the data are used up."""
+        clock = Clock()
+        groups = self.source.next_batch(self._steps_left())
+        if groups is None:
+            return False
+        clock.lap("wait")
+        batch = self._build(groups)
+        passes = self.passes.run(batch, self.optimizer.loss_scale.scale)
+        outcome = self._update(batch, passes)
+        clock.lap("train")
+        self._publish(outcome)
+        clock.lap("sync")
+        row = self._row(batch, passes, outcome, clock)
+        self._evaluate_if_due(row)
+        self._record(row)
+        self._save_if_due()
+        return True
+
+    # -- the parts of a step
+
+    def _build(self, groups: list[Any]) -> StepBatch:
+        config = self.config
+        self.progress.step += 1
+        batch = build_batch(
+            groups,
+            config.algo,
+            config.task.max_completion_tokens,
+            config.trainer.tokens_per_micro_batch,
+            self.device,
+        )
+        stream, serials = self.source.stream, [group.serial for group in groups]
+        num_dropped = int(batch.advantages.dropped.sum())
+        self.source.buffer.counts.trained += len(groups) - num_dropped
+        self.source.buffer.counts.dropped_failed += num_dropped
+        self.folder.trained(self.progress.step, serials, [stream.index(serial) for serial in serials])
+        return batch
+
+    def _update(self, batch: StepBatch, passes: Passes) -> StepOutcome:
+        """Unscale, clip, step; or skip. Ends the run after too many skips in a row."""
+        progress, lr = self.progress, learning_rate(self.config.optim, self.progress.update, self._horizon())
+        if not batch.trainable:
+            self.optimizer.zero_grad()
+            outcome = StepOutcome(False, math.nan, 0.0, lr)
+            self._event("skipped_step", {"reason": "no group has two valid rewards"})
+        else:
+            outcome = self.optimizer.step(lr)
+        if outcome.applied:
+            progress.update += 1
+            progress.skipped_in_a_row = 0
+            self._check_first_step()
+            self.optimizer.zero_grad()
+            self._check_weights()
+            return outcome
+        progress.skipped_total += 1
+        progress.skipped_in_a_row += 1
+        if batch.trainable:
+            where = find_overflow(self.policy, self.optimizer, batch.micro_batches, self.config.rollout.temperature)
+            self._event("skipped_step", {"reason": "non-finite gradient", "scale": passes.scale, **where})
+        self.optimizer.zero_grad()
+        if progress.skipped_in_a_row >= self.config.trainer.max_skipped_steps:
+            raise RunFailed(
+                f"{progress.skipped_in_a_row} steps in a row were skipped (trainer.max_skipped_steps); events.jsonl says why"
+            )
+        return outcome
+
+    def _publish(self, outcome: StepOutcome) -> None:
+        if outcome.applied:
+            self.source.publish(self.progress.update, self.model)
+
+    def _row(self, batch: StepBatch, passes: Passes, outcome: StepOutcome, clock: "Clock") -> dict[str, Any]:
+        progress, pool = self.progress, self.source.pool
+        progress.samples += len(batch.rollouts)
+        progress.tokens += batch.num_tokens
+        progress.wall_s = time.perf_counter() - self._wall_start
+        busy_s, num_tokens = pool.busy_s - self._busy_before, pool.num_tokens - self._tokens_before
+        self._busy_before, self._tokens_before = pool.busy_s, pool.num_tokens
+        version = progress.update - int(outcome.applied)
+        return {
+            "step": progress.step,
+            "time": time.time(),
+            "wall_s": progress.wall_s,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            **step_metrics(batch, passes, version),
+            "grad/norm": outcome.grad_norm,
+            "params/changed_frac": outcome.changed_frac,
+            "lr": outcome.lr,
+            "fp16/scale": passes.scale,
+            "fp16/skipped_total": progress.skipped_total,
+            "perf/step_s": clock.total(),
+            "perf/wait_s": clock.laps["wait"],
+            "perf/train_s": clock.laps["train"],
+            "perf/sync_s": clock.laps["sync"],
+            "perf/rollout_tok_s": num_tokens / busy_s if busy_s > 0 else None,
+            "perf/trained_tok_s": batch.num_tokens / clock.total(),
+            "memory/peak_bytes": peak_memory_bytes(self.device),
+        }
+
+    def _evaluate_if_due(self, row: dict[str, Any]) -> None:
+        every, control = self.config.trainer.eval_every, self.callbacks.control
+        due = (every and self.progress.step % every == 0) or control.should_evaluate or self._ended()
+        if self.task.eval and due:
+            control.should_evaluate = False
+            row |= self.source.evaluate(self.progress.update).metrics()
+            self._evaluated_at = self.progress.step
+            self.callbacks.call("on_evaluate", metrics=row)
+
+    def _record(self, row: dict[str, Any]) -> None:
+        self.folder.metrics(row)
+        self.folder.update(
+            step=self.progress.step, updates=self.progress.update, groups=vars(self.source.buffer.counts).copy()
+        )
+        self.tracker.log(row["step"], {key: value for key, value in row.items() if key != "step"})
+        self.callbacks.state.global_step = self.progress.step
+        self.callbacks.logged(row)
+        self.callbacks.call("on_log", logs=row, model=self.model)
+        if row["step"]:
+            self._warn_about_lost_updates(row)
+            self.callbacks.call("on_step_end", metrics=row, model=self.model)
+
+    def _save_if_due(self) -> None:
+        every, control = self.config.trainer.save_every, self.callbacks.control
+        if (every and self.progress.step % every == 0) or control.should_save:
+            control.should_save = False
+            self._save()
+
+    # -- bounds
+
+    def _horizon(self) -> int | None:
+        """Steps of the whole run, as far as it is bounded by steps or epochs."""
+        trainer = self.config.trainer
+        bounds = [] if trainer.max_steps is None else [trainer.max_steps]
+        if trainer.max_epochs is not None:
+            bounds.append(math.ceil(trainer.max_epochs * len(self.task.train) / trainer.prompts_per_step))
+        return min(bounds, default=None)
+
+    def _steps_left(self) -> int | None:
+        horizon = self.config.trainer.max_steps
+        return None if horizon is None else horizon - self.progress.step
+
+    def _ended(self) -> bool:
+        """Whether the step that was just done is the last; also notices a wish to stop."""
+        trainer = self.config.trainer
+        wall_s = time.perf_counter() - self._wall_start
+        if self.callbacks.control.should_training_stop:
+            self.progress.stop_reason = "a callback asked to stop"
+        elif trainer.max_minutes is not None and wall_s >= 60 * trainer.max_minutes:
+            self.progress.stop_reason = "trainer.max_minutes"
+        elif trainer.max_steps is not None and self.progress.step >= trainer.max_steps:
+            self.progress.stop_reason = "trainer.max_steps"
+        elif self.source.stream.exhausted and not self.source.buffer.num_held:
+            self.progress.stop_reason = "trainer.max_epochs"
+        return self.progress.stop_reason is not None
+
+    # -- precision
+
+    def _check_first_step(self) -> None:
+        """After the first applied step, while its gradients are there: is every site what it was declared to be?"""
+        if self._probe is None:
+            return
+        observed = observed_after_step(self.policy, self.optimizer, self._probe, self.source.pool.observed)
+        self._probe.close()
+        self._probe = None
+        self._check("first_step", observed)
+
+    def _check(self, phase: str, observed: dict[str, str]) -> None:
+        try:
+            self.audit.check(phase, observed)
+        finally:
+            self._write_precision()
+
+    def _write_precision(self) -> None:
+        self.folder.update_manifest(
+            precision={
+                "declared": self.audit.declared,
+                "reasons": dict(self.precision.reasons),
+                "observed": self.audit.observed,
+                "kernels": self.precision.kernels(self.device),
+            }
+        )
+
+    def _check_weights(self) -> None:
+        """Weights that are not finite never reach a generator."""
+        bad = [name for name, p in self.optimizer.named if not bool(torch.isfinite(p).all())]
+        if bad:
+            raise RunFailed(f"step {self.progress.step} left non-finite weights in {', '.join(bad[:5])}")
+
+    def _warn_about_lost_updates(self, row: dict[str, Any]) -> None:
+        """16-bit weights swallow small updates: said once, when next to nothing of an applied step arrived."""
+        applied = row["fp16/skipped_total"] == self._skipped_before
+        self._skipped_before = row["fp16/skipped_total"]
+        if applied and row["params/changed_frac"] < 0.01 and row["grad/norm"] and not self._warned:
+            self._warned = True
+            share = row["params/changed_frac"]
+            self._event(
+                "warning",
+                {
+                    "message": f"only {share:.2%} of the parameters changed: updates of lr={row['lr']:g} round to nothing in"
+                    f" {self.audit.declared['params']} weights (precision.params=fp32 keeps them)"
+                },
+            )
+
+    # -- start and end
+
+    def _start(self, resume: bool | str | Path) -> None:
+        torch.set_float32_matmul_precision(self.precision.matmul)
+        resumed = self._restore(resume)
+        self.folder.begin(self._horizon(), self.progress.step if resumed else None)
+        self._write_precision()
+        self._wall_start = time.perf_counter() - self.progress.wall_s
+        self._evaluated_at, self._warned, self._skipped_before = -1, False, self.progress.skipped_total
+        self._probe: DtypeProbe | None = DtypeProbe(self.policy.body)
+        self.source = start_source(
+            self.config, self.precision, self.task, Codec(self.processing_class), self._workers, self.folder.logs,
+            str(self.device), self._event, self.should_stop,
+        )  # fmt: skip
+        if resumed:
+            self.source.resume(self.progress.cursor, self.progress.open_serials, self.progress.groups)
+            self.folder.event(self.progress.step, "resume", {"from": resumed.name})
+        self.source.publish(self.progress.update, self.model)
+        self.source.pool.wait_synced()
+        self._check("startup", observed_at_startup(self.model, self.optimizer, self.source.pool.observed))
+        self._busy_before, self._tokens_before = self.source.pool.busy_s, self.source.pool.num_tokens
+        self.callbacks.state.max_steps = self._horizon()
+        self.callbacks.call("on_train_begin", model=self.model)
+        if self.task.eval and not resumed:
+            self._record({"step": 0, "time": time.time()} | self.source.evaluate(0).metrics())
+
+    def _restore(self, resume: bool | str | Path) -> Path | None:
+        if resume is False:
+            return None
+        found = checkpoint.list_checkpoints(self.folder.checkpoints) if resume is True else [Path(resume)]
+        if not found:
+            return None
+        checkpoint.load(found[-1], self.model, self.optimizer)
+        self.progress = checkpoint.read_progress(found[-1])
+        self.optimizer.loss_scale.load_state_dict(self.progress.loss_scale)
+        return found[-1]
+
+    def _save(self) -> None:
+        self.progress.loss_scale = self.optimizer.loss_scale.state_dict()
+        self.progress.cursor = self.source.stream.cursor
+        self.progress.open_serials = sorted({*self.source.buffer.serials(), *self.source.stream.again})
+        self.progress.groups = vars(self.source.buffer.counts).copy()
+        path = checkpoint.save(
+            self.folder.checkpoints,
+            self.progress,
+            self.model,
+            self.optimizer,
+            self.processing_class,
+            self.config.trainer.keep_checkpoints,
+        )
+        self.folder.event(self.progress.step, "checkpoint", {"path": path.name})
+        self.callbacks.call("on_save")
+
+    def _finish(self) -> State:
+        if self.progress.update == 0:
+            raise RunFailed("the run ended without a single update; events.jsonl says why")
+        if self.task.eval and self._evaluated_at != self.progress.step:
+            # the data ran out before the last step could know that it was the last
+            evaluation = self.source.evaluate(self.progress.update).metrics()
+            self.folder.metrics({"step": self.progress.step, "time": time.time(), **evaluation})
+        self._save()
+        self.callbacks.call("on_train_end")
+        return State.done
+
+    def _preempt(self) -> State:
+        if self.progress.step:
+            self._save()
+        return State.preempted
+
+    def _close(self, state: State, error: BaseException | None) -> None:
+        """End the workers, then write down how the run ended; the caller decides on the exit code."""
+        source = getattr(self, "source", None)
+        if source is not None:
+            source.close()
+            if error is None:
+                source.buffer.close()
+            self.folder.status.groups = vars(source.buffer.counts).copy()
+        elif self._workers is not None:
+            self._workers.close()
+        reason = self.progress.stop_reason if error is None else f"{type(error).__name__}: {error}"
+        self.folder.end(state, {State.done: 0, State.failed: 1}.get(state, 143), reason, error)
+        self.folder.close()
+
+    def _event(self, event: str, body: dict[str, Any]) -> None:
+        self.folder.event(self.progress.step, event, body)
+
+
+class Clock:
+    """Wall time of the parts of a step, in seconds."""
+
+    def __init__(self) -> None:
+        self.start = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
+
+    def total(self) -> float:
+        return self._last - self.start
