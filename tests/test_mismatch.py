@@ -94,8 +94,8 @@ def test_nothing_is_clamped_before_it_is_measured() -> None:
 
 
 def test_small_differences_are_not_lost_in_the_exponential() -> None:
-    d = 2.0**-24
-    assert metrics([(-1.0, -1.0 + d, 0)])["k3"] == pytest.approx(d * d / 2, rel=1e-4, abs=0)
+    d = 2.0**-30  # exp(d) - 1 - d is 0 in float64
+    assert metrics([(-(2.0**-9), d - 2.0**-9, 0)])["k3"] == pytest.approx(d * d / 2, rel=1e-4, abs=0)
 
 
 def test_sequence_weights_that_overflow_still_give_an_effective_size() -> None:
