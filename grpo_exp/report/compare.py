@@ -1,0 +1,109 @@
+"""``grpo-exp compare PATH…``: the summary of a sweep, or of any run folders, as a table for people or for programs.
+
+Exit codes: 0, 2 for what the user can put right, 3 when ``--fail-if-confounded`` is given and arms differ in more than
+the declared factors.
+"""
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from ..errors import ConfigError
+from .export import to_csv, to_json
+from .load import find_runs
+from .render import to_markdown, to_terminal
+from .tables import Summary, summarise
+
+PLAIN_WIDTH = 100  # columns, where the output is no terminal
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message} (grpo-exp compare --help shows the usage)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command with the arguments after ``compare``; returns the exit code."""
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as end:
+        return int(end.code or 0)
+    try:
+        summary = summarise(find_runs(arguments.paths), arguments.baseline, arguments.metric)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an old locale has no ±
+    try:
+        _print(summary, arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # "| head" has seen enough; without this, Python complains again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 3 if arguments.fail_if_confounded and summary.is_confounded else 0
+
+
+def _print(summary: Summary, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(to_json(summary))
+    elif arguments.csv:
+        print(to_csv(summary), end="")
+    elif arguments.md:
+        print(to_markdown(summary), end="")
+    else:
+        to_terminal(summary, _console())
+
+
+def render(paths: Iterable[Path], console: Console, baseline: str | None = None, metric: str | None = None) -> Summary:
+    """Print the comparison of some runs or sweeps, as at the end of a sweep.
+
+    Raises:
+        ConfigError: a path holds no run, no arm is the baseline, or no run has the metric.
+    """
+    summary = summarise(find_runs(paths), baseline, metric)
+    to_terminal(summary, console)
+    return summary
+
+
+def _console() -> Console:
+    """Highlighting is off: it would colour digits inside names."""
+    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if is_sized else PLAIN_WIDTH)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="grpo-exp compare",
+        description="Compare runs: arms against a baseline, with intervals over seeds and a check for confounds.",
+        epilog="Exit code 2: nothing to compare, or a wrong argument. Exit code 3: see --fail-if-confounded.",
+    )
+    parser.add_argument(
+        "paths", nargs="+", type=_path, metavar="PATH", help="a run folder, or a folder with runs in it"
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="everything, with the raw values of each run")
+    output.add_argument("--md", action="store_true", help="GitHub Markdown")
+    output.add_argument("--csv", action="store_true", help="one row per run")
+    parser.add_argument(
+        "--baseline", metavar="ARM", help="e.g. precision=fp32; by default what the sweep declares, else the first arm"
+    )
+    parser.add_argument(
+        "--metric", metavar="KEY", help="what is compared; by default what the sweep declares, else eval/accuracy"
+    )
+    parser.add_argument(
+        "--fail-if-confounded", action="store_true", help="exit code 3 if arms differ in more than the declared factors"
+    )
+    return parser
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text)

@@ -1,0 +1,109 @@
+"""A summary for programs: strict JSON with everything in it, and CSV with one row per run."""
+
+import csv
+import io
+import json
+
+from .load import ABSENT
+from .metrics import Json
+from .stats import Difference, Estimate, Interval
+from .tables import SITES, Comparison, RunValues, Summary
+
+
+def to_json(summary: Summary) -> str:
+    """Strict JSON (no NaN): arms, differences, confounds, and the raw values of every run."""
+    content: Json = {
+        "metric": summary.metric,
+        "level": summary.level,
+        "baseline": summary.baseline,
+        "baseline_origin": summary.baseline_origin,
+        "factors": list(summary.design.factors),
+        "factors_declared": summary.design.is_declared,
+        "measures": {m.name: {"key": m.key, "value": m.reduce.value} for m in summary.measures},
+        "arms": [
+            {
+                "name": arm.arm.name,
+                "levels": dict(arm.arm.levels),
+                "num_done": len(arm.arm.done),
+                "num_runs": len(arm.arm.runs),
+                "precision": dict(arm.sites),
+                "estimates": {name: _estimate(found) for name, found in arm.estimates.items()},
+            }
+            for arm in summary.arms
+        ],
+        "differences": [_comparison(item) for item in summary.comparisons],
+        "confounded": summary.is_confounded,
+        "confounds": [
+            {
+                "key": item.key,
+                "source": item.source.value,
+                "spread": item.spread.name,
+                "confounds": item.confounds,
+                "values": {arm: list(values) for arm, values in item.values.items()},
+            }
+            for item in summary.confounds
+        ],
+        "runs": [_run(values) for values in summary.runs],
+        "notes": list(summary.notes),
+    }
+    return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
+
+
+def _interval(interval: Interval | None) -> Json:
+    return None if interval is None else [interval.low, interval.high]
+
+
+def _estimate(found: Estimate) -> Json:
+    return {"n": found.n, "mean": found.mean, "interval": _interval(found.interval)}
+
+
+def _comparison(item: Comparison) -> Json:
+    found: Difference | None = item.difference
+    numbers: dict[str, Json] = {"kind": None, "n": 0, "mean": None, "interval": None}
+    if found is not None:
+        numbers = {"kind": found.kind.name, "n": found.n, "mean": found.mean, "interval": _interval(found.interval)}
+    return {"arm": item.arm, "baseline": item.baseline, **numbers}
+
+
+def _seed(values: RunValues) -> str | None:
+    return None if values.run.seed == ABSENT else values.run.seed
+
+
+def _run(values: RunValues) -> Json:
+    run = values.run
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "arm": values.arm,
+        "seed": _seed(values),
+        "state": run.state.value,
+        "reason": run.reason,
+        "values": dict(values.values),
+    }
+
+
+def to_csv(summary: Summary) -> str:
+    """One row per run: name, state, factors, seed, precision sites, measures. An empty cell is a missing value."""
+    levels = {arm.arm.name: arm.arm.levels for arm in summary.arms}
+    sites = {arm.arm.name: arm.sites for arm in summary.arms}
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    measures = [measure.name for measure in summary.measures]
+    factors = summary.design.factors
+    writer.writerow(["name", "state", "arm", *factors, "seed", *SITES, *measures, "reason", "path"])
+    for values in summary.runs:
+        arm = values.arm or ""
+        writer.writerow(
+            [
+                values.run.name,
+                values.run.state.value,
+                arm,
+                *(levels.get(arm, {}).get(factor, "") for factor in factors),
+                _seed(values),
+                *(sites.get(arm, {}).get(site, "") for site in SITES),
+                *(values.values[name] for name in measures),
+                values.run.reason,
+                str(values.run.path),
+            ]
+        )
+    return out.getvalue()
