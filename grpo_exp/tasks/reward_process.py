@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from types import CodeType
 from typing import Any
 
 from grpo_exp.tasks import import_path
@@ -110,6 +111,11 @@ def serve(connection: "Connection[Answer, Group]") -> None:
             group = connection.recv()
             connection.send(Started(group.serial, time.monotonic()))
             connection.send(evaluate(functions, group, runner))
+
+
+def code_of_file(filename: str, arguments: tuple[Any, ...]) -> CodeType:
+    """A code object that knows its file, so that a traceback can quote the lines of a function sent by value."""
+    return CodeType(*arguments).replace(co_filename=filename)
 
 
 def resolve(function: Callable[..., Any] | str) -> Callable[..., Any]:

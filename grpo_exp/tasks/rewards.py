@@ -5,12 +5,14 @@ process, started when first needed: a function that hangs is ended by killing th
 and a new one goes on with the groups that wait. No thread is started in the trainer.
 """
 
+import io
 import random
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from types import CodeType
 from typing import Any, Self
 
 import cloudpickle
@@ -20,7 +22,7 @@ from grpo_exp.errors import ConfigError, RunFailed
 from grpo_exp.tasks import import_path
 from grpo_exp.tasks.evaluate import evaluate, failed, name_of
 from grpo_exp.tasks.messages import Broken, Group, Ready, RewardResult, Started
-from grpo_exp.tasks.reward_process import RewardChild
+from grpo_exp.tasks.reward_process import RewardChild, code_of_file
 from grpo_exp.tasks.types import Completion, RewardFunction, RewardSpec, Row
 
 __all__ = ["RewardResult", "RewardRunner"]
@@ -97,6 +99,11 @@ class RewardRunner:
         return done
 
     @property
+    def ready(self) -> bool:
+        """Whether the functions are loaded; :meth:`poll` is what finds out."""
+        return self._in_process or (self._child is not None and self._child.ready)
+
+    @property
     def pending(self) -> int:
         """Groups submitted whose results :meth:`poll` has not given back yet."""
         return len(self._queue) + len(self._sent) + len(self._done)
@@ -135,7 +142,7 @@ class RewardRunner:
         self.start()
         child = self._child
         if child is None or not child.ready:
-            return
+            return  # before that a large group would fill the socket and block the caller
         room = child.buffer_bytes - sum(len(job.data) for job in self._sent)
         while self._queue and (not self._sent or len(self._queue[0].data) <= room):
             job = self._queue.popleft()
@@ -212,9 +219,25 @@ def pickled(functions: Sequence[RewardSpec]) -> bytes:
     sendable = [import_path.absolute(f) if isinstance(f, str) else f for f in functions]
     for function in sendable:
         try:
-            cloudpickle.dumps(function)
+            dumps(function)
         except Exception as error:
             fix = f"it cannot be sent to the reward process: {error}"
             raise ConfigError("reward_funcs", name_of(function), "functions that can be pickled", fix) from error
-    data: bytes = cloudpickle.dumps(sendable)
-    return data
+    return dumps(sendable)
+
+
+def reduce_code(code: CodeType) -> tuple[Any, ...]:
+    _, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return code_of_file, (code.co_filename, arguments)
+
+
+class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # ships no types
+    """Keeps the file name of code, which cloudpickle leaves out to make its output repeatable."""
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: reduce_code})
+
+
+def dumps(value: object) -> bytes:
+    file = io.BytesIO()
+    CodePickler(file).dump(value)
+    return file.getvalue()
