@@ -1,0 +1,192 @@
+"""Shows runs in wandb: one wandb run for each run folder, online or offline.
+
+The x axis is our own metric ``step``. wandb also counts by itself, and drops every row whose count is lower than one it
+has seen; a run that is resumed from an older checkpoint therefore goes on counting from ``RUN/wandb_step``, while its
+``step`` goes back. Only this module imports wandb, and only inside functions. Use it through
+:func:`grpo_exp.track.guarded`, which adds the limits of time.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_exp.config.schema import TrackerConfig
+from grpo_exp.track import wandb_options as options
+from grpo_exp.track.base import TrackedRun
+
+if TYPE_CHECKING:
+    import psutil  # type: ignore[import-untyped]  # ships no types
+    import wandb
+
+SERVICE = "wandb-core"  # the process that wandb starts to write and send what is logged
+INIT_S = 20.0
+KILL_S = 1.0
+UPLOAD_S = 15.0  # at the end of an online run; below the limit of `guarded`, so that wandb can end by itself
+
+
+class WandbTracker:
+    """One run in wandb.
+
+    Args:
+        config: the ``tracker`` group.
+        on_warning: is told when a run that should be online goes on offline.
+        init_s: seconds to wait for the server at the start.
+    """
+
+    def __init__(self, config: TrackerConfig, on_warning: Callable[[str], None], init_s: float = INIT_S) -> None:
+        self._config = config
+        self._on_warning = on_warning
+        self._init_s = init_s
+        self._run: wandb.Run | None = None
+        self._steps: _Steps | None = None
+        self._pid = -1
+        self._owns_service = False
+
+    def start(self, run: TrackedRun) -> None:
+        mode = options.choose_mode(self._config)
+        if mode == "online" and not options.has_api_key():  # wandb would ask for one and wait for the answer
+            self._on_warning("wandb: no API key found, the run is kept offline")
+            mode = "offline"
+        if mode == "disabled":
+            return
+        self._pid = os.getpid()
+        self._owns_service = not _services()
+        self._run = self._init_online(run) if mode == "online" else self._init(run, "offline")
+        self._steps = _Steps(run.run_dir / "wandb_step", at_least=self._run.step)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        if not self._run.offline:
+            logging.getLogger("grpo_exp.track").info("wandb: %s", self._run.url)
+
+    def log(self, step: int, row: Mapping[str, float | None]) -> None:
+        """Null values are left out: wandb has no point to draw for them."""
+        if self._run is None or self._steps is None or self._pid != os.getpid():
+            return
+        known = {key: value for key, value in row.items() if value is not None}
+        self._run.log({**known, "step": step}, step=self._steps.next(step), commit=True)
+
+    def finish(self, exit_code: int) -> None:
+        run, self._run = self._run, None
+        if run is None or self._pid != os.getpid():
+            return
+        if self._steps is not None:
+            self._steps.close()
+        try:
+            run.finish(exit_code=exit_code)
+        finally:
+            if self._owns_service:  # only then is all on disk; else it would be at the exit of the interpreter
+                _end_service()
+
+    def abandon(self) -> None:
+        """Ends the service process, so that a call that waits for it fails instead of hanging.
+
+        What was logged until about a second ago is in the run folder and can still be uploaded.
+        """
+        if self._pid == os.getpid():
+            _kill_services()
+
+    def _init_online(self, run: TrackedRun) -> "wandb.Run":
+        try:
+            return self._init(run, "online")
+        except Exception as error:
+            self._on_warning(f"wandb: cannot go online, the run is kept offline: {type(error).__name__}: {error}")
+        if self._owns_service:
+            _end_service()  # it holds on to the id of the run that failed
+        return self._init(run, "offline")
+
+    def _init(self, run: TrackedRun, mode: "options.Mode") -> "wandb.Run":
+        import wandb
+
+        config = options.run_config(run)
+        if mode == "online" and wandb.run is None:
+            wandb.setup(wandb.Settings(silent=True))  # else init prints where it found the key
+        return wandb.init(
+            mode=mode,
+            dir=str(run.run_dir.resolve()),
+            id=options.run_id(run.run_dir),
+            resume="allow" if mode == "online" else None,  # offline, wandb ignores it with a warning
+            reinit="create_new",  # never take over a run that the user's own code has open
+            project=self._config.project,
+            entity=self._config.entity,
+            name=options.shorten(run.name, options.MAX_NAME),
+            group=options.shorten(run.sweep, options.MAX_NAME) if run.sweep else None,
+            tags=options.clean_tags([*self._config.tags, *run.tags]),
+            config=config,
+            settings=_settings(self._init_s, keep_command_line=not options.has_secret(config)),
+        )
+
+
+class _Steps:
+    """Counts for wandb: the step itself, raised by as much as it takes never to repeat or go back.
+
+    The last count is kept in a file, so that it also rises from one offline segment of a run to the next.
+    """
+
+    def __init__(self, path: Path, at_least: int) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        text = os.pread(self._fd, 32, 0).strip()
+        self._free = max(at_least, int(text) + 1 if text.isdigit() else 0)
+        self._raise_by = 0
+
+    def next(self, step: int) -> int:
+        self._raise_by = max(self._raise_by, self._free - step)
+        count = step + self._raise_by
+        self._free = count + 1
+        os.pwrite(self._fd, b"%012d\n" % count, 0)
+        return count
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _settings(init_s: float, keep_command_line: bool) -> "wandb.Settings":
+    import wandb
+
+    wanted: dict[str, object] = {
+        "silent": True,
+        "console": "off",  # the run folder has the logs
+        "init_timeout": init_s,
+        "finish_timeout": UPLOAD_S,
+        "finish_timeout_raises": True,
+        "x_disable_meta": not keep_command_line,
+        # By default rows reach the disk every 15 s, and a service that is killed (scancel) takes them with it.
+        "x_transaction_log_flush_interval": 1.0,
+    }
+    # Names with x_ may change with any release of wandb, which refuses those it does not know.
+    return wandb.Settings.model_validate({key: wanted[key] for key in wanted if key in wandb.Settings.model_fields})
+
+
+def _services() -> "list[psutil.Process]":
+    """The service process of this process, if it has one. Only the one who started it may end it."""
+    import psutil
+
+    def is_service(child: psutil.Process) -> bool:
+        try:
+            return bool(child.name() == SERVICE)
+        except psutil.Error:  # it has just ended
+            return False
+
+    return [child for child in psutil.Process().children() if is_service(child)]
+
+
+def _end_service() -> None:
+    """Waits until the service has written everything; forgets it when it is gone already."""
+    import wandb
+
+    try:
+        wandb.teardown()
+    except Exception:  # what is lost has been reported by the call before
+        logging.getLogger("grpo_exp.track").debug("wandb.teardown failed", exc_info=True)
+
+
+def _kill_services() -> None:
+    import psutil
+
+    for service in _services():
+        try:
+            service.kill()
+            service.wait(KILL_S)
+        except psutil.Error:
+            continue
