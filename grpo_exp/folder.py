@@ -78,11 +78,13 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def lock(self) -> None:
-        """Take the folder for this process.
+        """Take the folder for this process; nothing happens if this object has it already.
 
         Raises:
             RunFailed: if another process is running in it.
         """
+        if self._lock is not None:
+            return
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

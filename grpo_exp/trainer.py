@@ -56,6 +56,7 @@ class AsyncGRPOTrainer:
         accuracy: a function with the signature of a reward function that returns bools, for ``eval/accuracy``.
         tracker: where else metrics are shown; started and finished by the caller.
         workers: generator workers that were started before torch was imported.
+        folder: the run folder, if the caller holds it already; else ``args.output_dir`` is opened and locked.
         should_stop: asked while the trainer waits and after each step; True ends the run as preempted.
 
     Raises:
@@ -76,6 +77,7 @@ class AsyncGRPOTrainer:
         tracker: Tracker | None = None,
         workers: Spawned | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        folder: RunFolder | None = None,
     ) -> None:
         self.args = args or AsyncGRPOConfig()
         self.config = config = self.args.to_config()
@@ -102,7 +104,7 @@ class AsyncGRPOTrainer:
             locate(config.model.tokenizer or source), config.model.trust_remote_code, kwargs.get("revision")
         )
         self.audit = Audit(self.precision)
-        self.folder = RunFolder(Path(self.args.output_dir))
+        self.folder = folder or RunFolder(Path(self.args.output_dir))
         self.tracker, self.should_stop, self._workers = tracker or NullTracker(), should_stop, workers
         self.callbacks = Callbacks(callbacks or (), self.args)
         self.progress = Progress()

@@ -147,7 +147,7 @@ class RolloutConfig:
 
 @dataclass
 class TaskConfig:
-    """Prompts and reward. ``reward`` and ``accuracy`` are import paths (``package.module:function``) for ``jsonl``."""
+    """Prompts and reward. ``reward`` is an import path (``package.module:function`` or ``file.py:function``) for ``jsonl``."""
 
     name: TaskName = TaskName.reverse
     num_train: int = 8192

@@ -5,7 +5,9 @@ A worker is ``python -m grpo_exp.rollout.worker``, not a fork and not a multipro
 however that happens, it dies too.
 """
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +26,12 @@ def open_memory() -> int:
         return os.memfd_create("grpo_exp_weights")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent ends (Linux); elsewhere a closed connection has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal_number)
 
 
 class WorkerProcess:

@@ -7,7 +7,6 @@ New weights are loaded between two decode steps (in-flight) or between two batch
 the process ends when its connection does.
 """
 
-import ctypes
 import queue
 import signal
 import sys
@@ -19,6 +18,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from .process import die_with_parent
 from .types import EngineSpec, Request
 
 
@@ -114,12 +114,6 @@ class WorkerLoop:
         if open_serials:
             self.send(("failed", (open_serials, error)))
         self.send(("batch", (num_tokens, time.perf_counter() - start, self.engine.observed())))
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (Linux); elsewhere the closed connection ends it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def main() -> None:

@@ -1,0 +1,46 @@
+"""What a person sees of a run while it goes on: one live line in a terminal, next to nothing elsewhere."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+KEYS = {"reward/mean": "reward", "eval/accuracy": "accuracy", "mismatch/abs_mean": "mismatch", "perf/step_s": "s/step"}
+
+
+class ConsoleProgress:
+    """A callback that shows step, rate and the newest of a few metrics."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.console = Console(stderr=True, highlight=False)
+        self.newest: dict[str, float] = {}
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task(path.name, total=None, metrics="starting")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._bar.update(self._task, total=state.max_steps)
+        self._bar.start()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        self.newest |= {key: logs[key] for key in KEYS if logs.get(key) is not None}
+        shown = "  ".join(f"{KEYS[key]} {value:.3g}" for key, value in self.newest.items())
+        self._bar.update(self._task, completed=state.global_step, metrics=shown)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+        shown = ", ".join(f"{key} {value:.3g}" for key, value in self.newest.items())
+        self.console.print(f"{state.global_step} steps: {shown}", soft_wrap=True)
+        self.console.print(f"run folder: {self.path}", soft_wrap=True)
+
+    def close(self) -> None:
+        self._bar.stop()

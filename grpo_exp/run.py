@@ -1,0 +1,179 @@
+"""One run, from its folder: ``python -m grpo_exp.run RUN``. The frozen config.yaml is all it starts from.
+
+Workers are started first, since their imports take seconds, then torch is imported here. How the run ends is in status.json
+and in the exit code: 0 done, 1 failed, 2 a setting that cannot be used, 128 + signal where one stopped it.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from .config.compose import to_typed
+from .config.schema import Config
+from .errors import ConfigError, RunFailed
+from .folder import RunFolder, State
+from .progress import ConsoleProgress
+from .rollout.process import Spawned, die_with_parent, spawn_workers
+from .tasks import build as build_task
+from .track import TrackedRun, Tracker, build, guarded
+
+if TYPE_CHECKING:
+    from .trainer import AsyncGRPOTrainer
+
+log = logging.getLogger("grpo_exp")
+
+
+@dataclass
+class StopSignal:
+    """The first SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 asks the run to stop at the next step boundary; a second one ends it."""
+
+    number: int | None = None
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            raise KeyboardInterrupt(f"second signal {number}")
+        self.number = number
+
+    def __call__(self) -> bool:
+        return self.number is not None
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name if self.number is not None else ""
+
+
+def execute(path: Path, resume: bool, console: bool = True) -> int:
+    """Run a prepared run folder in this process and return the exit code."""
+    stop = StopSignal()
+    stop.install()
+    folder = RunFolder(path)
+    try:
+        folder.lock()
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    spawned, tracker = None, None
+    code = 1
+    try:
+        config = to_typed(yaml.safe_load((path / "config.yaml").read_text()))
+        set_environment(config)
+        spawned = spawn_workers(config.rollout, folder.logs)
+        tracker = start_tracker(config, folder, path)
+        trainer = build_trainer(config, folder, spawned, tracker, stop, console)
+        state = trainer.train(resume_from_checkpoint=resume)
+        code = 0 if state is State.done else 128 + (stop.number or signal.SIGTERM)
+        if state is State.preempted:
+            folder.status = trainer.folder.status
+            folder.update(exit_code=code, reason=stop.name)
+    except ConfigError as error:
+        code = 2
+        _record_failure(folder, error, code)
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+    except KeyboardInterrupt as error:
+        code = 128 + (stop.number or signal.SIGINT)
+        _record_failure(folder, error, code)
+    except Exception as error:
+        _record_failure(folder, error, code)
+        print(f"error: {first_line(error)}\n  {path / 'status.json'} has the traceback", file=sys.stderr)
+    finally:
+        if spawned is not None:
+            spawned.close()
+        if tracker is not None:
+            tracker.finish(code)
+        folder.close()
+    return code
+
+
+def set_environment(config: Config) -> None:
+    """What has to be set before torch is imported."""
+    threads = str(config.trainer.num_threads)
+    os.environ.setdefault("OMP_NUM_THREADS", threads)
+    os.environ.setdefault("MKL_NUM_THREADS", threads)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def start_tracker(config: Config, folder: RunFolder, path: Path) -> Tracker:
+    def warn(text: str) -> None:
+        log.warning(text)
+
+    tracker = guarded(build(config.tracker, warn), warn)
+    manifest = folder.manifest()
+    tracker.start(
+        TrackedRun(
+            run_dir=path,
+            name=path.name,
+            config=yaml.safe_load((path / "config.yaml").read_text()),
+            sweep=manifest.get("sweep", {}).get("name"),
+            factors=manifest.get("sweep", {}).get("factors", {}),
+            choices=manifest.get("choices", {}),
+            tags=list(config.tracker.tags),
+        )
+    )
+    return tracker
+
+
+def build_trainer(
+    config: Config, folder: RunFolder, spawned: Spawned, tracker: Tracker, stop: StopSignal, console: bool
+) -> "AsyncGRPOTrainer":
+    """The two objects of the library, from a configuration."""
+    from transformers.utils import logging as transformers_logging
+
+    from .args import AsyncGRPOConfig
+    from .trainer import AsyncGRPOTrainer
+
+    transformers_logging.disable_progress_bar()
+    task = build_task(config.task)
+    callbacks: list[Any] = [ConsoleProgress(folder.path)] if console else []
+    return AsyncGRPOTrainer(
+        model=config.model.name_or_path,
+        reward_funcs=task.reward_funcs,
+        args=AsyncGRPOConfig.from_config(config, str(folder.path)),
+        train_dataset=task.train,
+        eval_dataset=task.eval,
+        callbacks=callbacks,
+        accuracy=task.accuracy,
+        tracker=tracker,
+        workers=spawned,
+        should_stop=stop,
+        folder=folder,
+    )
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _record_failure(folder: RunFolder, error: BaseException, code: int) -> None:
+    """Also for what failed before the trainer could record anything itself."""
+    folder.end(State.failed, code, f"{type(error).__name__}: {error}", error)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m grpo_exp.run", description="Run a prepared run folder.")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
+    parser.add_argument("--tied", action="store_true", help="stop when the parent process ends")
+    arguments = parser.parse_args(argv)
+    if arguments.tied:
+        die_with_parent(signal.SIGTERM)
+    warnings.filterwarnings("default", module="grpo_exp")
+    return execute(arguments.run.resolve(), arguments.resume, console=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
