@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -159,26 +159,34 @@ def is_single_run() -> bool:
 
 def translate(error: Exception, argv: list[str]) -> ConfigError:
     """One of Hydra's or OmegaConf's errors in the form that users see."""
-    text = str(error)
+    text = str(error) if error.__cause__ is None else f"{error}\n{error.__cause__}"
     if match := re.search(r"Could not find '([\w/]+)/([^']*)'\s+Available options in '[^']*':\s*(.*)", text, re.S):
         options = [line.strip() for line in match[3].splitlines() if re.fullmatch(r"\s*[\w.-]+", line)]
         return ConfigError(match[1], match[2], options)
     if match := re.search(r"Ambiguous value for argument '([^=]+)=([^']*)'", text):
         return ConfigError(match[1], match[2], "one value", "several values are a sweep: add -m")
     if match := re.search(r"Could not override '([^']+)'", text):
-        key = match[1]
-        value = next((a.partition("=")[2] for a in argv if a.lstrip("+~").startswith(f"{key}=")), "")
-        return ConfigError(key, value, _known_keys(text, key), "no such key; grpo-exp --cfg job shows them all")
+        return ConfigError(match[1], _given(argv, match[1]), _known_keys(match[1]), "no such key")
+    key = next((m[1] for m in re.finditer(r"(?:full_key: |Error merging override )([\w.]+)", text)), "")
     if match := re.search(r"Environment variable '([^']+)' not found", text):
-        full_key = _field(text, "full_key")
-        return ConfigError(full_key or "environment", f"${{oc.env:{match[1]}}}", "", f"set the environment variable {match[1]}")
-    full_key = _field(text, "full_key")
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-    if full_key:
-        value = next((a.partition("=")[2] for a in argv if a.lstrip("+~").startswith(f"{full_key}=")), None)
-        allowed = re.search(r"expected one of \[([^\]]*)\]", text)
-        return ConfigError(full_key, value if value is not None else "", allowed[1] if allowed else "", "" if allowed else first)
-    return _Plain(" ".join(text.split())[:400])
+        return ConfigError(key or "environment", f"${{oc.env:{match[1]}}}", "", f"set the environment variable {match[1]}")
+    if not key:
+        return _Plain(" ".join(text.split("See https://")[0].split())[:400])
+    if match := re.search(r"expected one of \[([^\]]*)\]", text):
+        return ConfigError(key, _given(argv, key), match[1])
+    details = [line.strip() for line in text.splitlines() if line.strip() and "Error merging" not in line]
+    return ConfigError(key, _given(argv, key), "", details[0] if details else type(error).__name__)
+
+
+def _given(argv: list[str], key: str) -> str:
+    return next((a.partition("=")[2] for a in argv if a.lstrip("+~").startswith(f"{key}=")), "")
+
+
+def _known_keys(key: str) -> str:
+    parent = key.rpartition(".")[0]
+    node = OmegaConf.structured(default_config())
+    found = OmegaConf.select(node, parent) if parent else node
+    return ", ".join(str(k) for k in found) if isinstance(found, DictConfig) else ""
 
 
 class _Plain(ConfigError):
@@ -189,22 +197,3 @@ class _Plain(ConfigError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self),)
-
-
-def _field(text: str, name: str) -> str | None:
-    match = re.search(rf"{name}: (\S+)", text)
-    return match[1] if match else None
-
-
-def _known_keys(text: str, key: str) -> str:
-    parent = key.rpartition(".")[0]
-    node = OmegaConf.structured(default_config())
-    found = OmegaConf.select(node, parent) if parent else node
-    return ", ".join(str(k) for k in found) if isinstance(found, DictConfig) else ""
-
-
-def fail(error: ConfigError) -> NoReturn:
-    """Print an error of the user's and exit with code 2."""
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    raise SystemExit(2)

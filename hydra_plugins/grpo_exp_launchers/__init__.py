@@ -1,0 +1,1 @@
+"""Hydra launchers of grpo_exp."""
