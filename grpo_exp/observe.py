@@ -1,32 +1,75 @@
-"""What dtypes are in effect, read from live objects: the other side of what precision was declared."""
+"""The read-back: what dtypes are in effect, taken from live objects and held against what was declared.
+
+It happens after start-up and after the first applied step. Both are written to the manifest; a difference, or a site that
+nothing was seen of, ends the run.
+"""
 
 import torch
-from torch import nn
 
 from .device import num_ranks
+from .folder import RunFolder
 from .optim import Optimizer
 from .policy import Policy
-from .precision import DtypeProbe, dtype_name, observed_dtypes
+from .precision import Audit, DtypeProbe, Precision, dtype_name, observed_dtypes
 
 
-def observed_at_startup(model: nn.Module, optimizer: Optimizer, generator: dict[str, str]) -> dict[str, str]:
-    """Sites that can be seen before anything was trained. ``generator`` is what the workers reported."""
-    return {
-        "params": observed_dtypes(model.parameters()),
-        "matmul": torch.get_float32_matmul_precision(),
-        "loss_scale": optimizer.loss_scale.mode_in_effect,
-        "num_ranks": str(num_ranks()),
-        **generator,
-    }
+class ReadBack:
+    """The audit of one run over its live objects."""
 
+    def __init__(self, precision: Precision, policy: Policy, optimizer: Optimizer, folder: RunFolder) -> None:
+        self.precision, self.policy, self.optimizer, self.folder = precision, policy, optimizer, folder
+        self.audit = Audit(precision)
+        self._probe: DtypeProbe | None = DtypeProbe(policy.body)
 
-def observed_after_step(
-    policy: Policy, optimizer: Optimizer, probe: DtypeProbe, generator: dict[str, str]
-) -> dict[str, str]:
-    """Every site, while the gradients of the first applied step are still there."""
-    return observed_at_startup(policy.model, optimizer, generator) | {
-        "compute": probe.observed(),
-        "head": "none" if policy.logits_dtype is None else dtype_name(policy.logits_dtype),
-        "grad_reduce": observed_dtypes(p.grad for p in optimizer.params),
-        "optimizer_state": observed_dtypes(optimizer.moments()),
-    }
+    def at_startup(self, generator: dict[str, str]) -> None:
+        """Weights, modes and ranks, before anything is trained. ``generator`` is what the workers report of themselves.
+
+        Raises:
+            RunFailed: at a difference.
+        """
+        self._check("startup", self._before_training(generator))
+
+    def after_first_step(self, generator: dict[str, str]) -> None:
+        """Every site, while the gradients of the first applied step are still there; later calls do nothing.
+
+        Raises:
+            RunFailed: at a difference, or if a site was not seen.
+        """
+        if self._probe is None:
+            return
+        observed = self._before_training(generator) | {
+            "compute": self._probe.observed(),
+            "head": "none" if self.policy.logits_dtype is None else dtype_name(self.policy.logits_dtype),
+            "grad_reduce": observed_dtypes(p.grad for p in self.optimizer.params),
+            "optimizer_state": observed_dtypes(self.optimizer.moments()),
+        }
+        self._probe.close()
+        self._probe = None
+        self._check("first_step", observed)
+        self.audit.check_complete()
+
+    def write(self) -> None:
+        """Declared and observed, with the reasons, into the manifest."""
+        self.folder.update_manifest(
+            precision={
+                "declared": self.audit.declared,
+                "reasons": dict(self.precision.reasons),
+                "observed": self.audit.observed,
+                "kernels": self.precision.kernels(self.policy.device),
+            }
+        )
+
+    def _before_training(self, generator: dict[str, str]) -> dict[str, str]:
+        return {
+            "params": observed_dtypes(self.policy.model.parameters()),
+            "matmul": torch.get_float32_matmul_precision(),
+            "loss_scale": self.optimizer.loss_scale.mode_in_effect,
+            "num_ranks": str(num_ranks()),
+            **generator,
+        }
+
+    def _check(self, phase: str, observed: dict[str, str]) -> None:
+        try:
+            self.audit.check(phase, observed)
+        finally:
+            self.write()

@@ -20,21 +20,22 @@ from . import checkpoint
 from .args import AsyncGRPOConfig
 from .assets import locate
 from .batch import StepBatch, build_batch
+from .bounds import Bounds
 from .callbacks import Callbacks
 from .checkpoint import Progress
 from .config.validate import check
 from .device import compute_device
-from .errors import ConfigError, RunFailed
+from .errors import ConfigError, Interrupted, RunFailed
 from .folder import RunFolder, State
-from .metrics import Passes, peak_memory_bytes, step_metrics
-from .observe import observed_after_step, observed_at_startup
+from .metrics import Passes
+from .observe import ReadBack
 from .optim import Optimizer, StepOutcome, learning_rate
 from .overflow import find_overflow
 from .passes import PassRunner
 from .policy import Policy, load_policy, read_checkpoint_dtype
-from .precision import Audit, DtypeProbe, resolve
+from .precision import resolve
+from .record import Clock, Recorder
 from .rollout.process import Spawned
-from .rollout.source import Interrupted
 from .rollout.start import start_source
 from .tasks import Accuracy, RewardSpec, Row, Task
 from .tokens import Codec, load_tokenizer
@@ -90,7 +91,7 @@ class AsyncGRPOTrainer:
             raise ConfigError("train_dataset", "[]", "one prompt or more")
         self.device = compute_device(config)
         kwargs, source = config.model.init_kwargs, locate(config.model.name_or_path)
-        own_dtype = read_checkpoint_dtype(source, kwargs)
+        own_dtype = read_checkpoint_dtype(source, kwargs, config.model.trust_remote_code)
         self.precision = resolve(config.precision, own_dtype, self.device, kwargs, config.optim.eps)
         torch.set_num_threads(config.trainer.num_threads)
         self.model: Any = load_policy(source, kwargs, self.precision.params, config.model.trust_remote_code)
@@ -103,10 +104,12 @@ class AsyncGRPOTrainer:
         self.processing_class = processing_class or load_tokenizer(
             locate(config.model.tokenizer or source), config.model.trust_remote_code, kwargs.get("revision")
         )
-        self.audit = Audit(self.precision)
         self.folder = folder or RunFolder(Path(self.args.output_dir))
-        self.tracker, self.should_stop, self._workers = tracker or NullTracker(), should_stop, workers
+        self.read_back = ReadBack(self.precision, self.policy, self.optimizer, self.folder)
+        self.bounds = Bounds(config.trainer, len(self.task.train))
+        self.should_stop, self._workers = should_stop, workers
         self.callbacks = Callbacks(callbacks or (), self.args)
+        self.recorder = Recorder(self.folder, tracker or NullTracker(), self.callbacks, self.model)
         self.progress = Progress()
 
     def train(self, resume_from_checkpoint: bool | str | Path = False) -> State:
@@ -137,7 +140,7 @@ class AsyncGRPOTrainer:
     def step(self) -> bool:
         """One optimizer step. False: the data are used up."""
         clock = Clock()
-        groups = self.source.next_batch(self._steps_left())
+        groups = self.source.next_batch(self.bounds.steps_left(self.progress.step))
         if groups is None:
             return False
         clock.lap("wait")
@@ -147,7 +150,7 @@ class AsyncGRPOTrainer:
         clock.lap("train")
         self._publish(outcome)
         clock.lap("sync")
-        row = self._row(batch, passes, outcome, clock)
+        row = self.recorder.row(self.progress, batch, passes, outcome, clock, self.source.pool)
         self._evaluate_if_due(row)
         self._record(row)
         self._save_if_due()
@@ -174,7 +177,7 @@ class AsyncGRPOTrainer:
 
     def _update(self, batch: StepBatch, passes: Passes) -> StepOutcome:
         """Unscale, clip, step; or skip. Ends the run after too many skips in a row."""
-        progress, lr = self.progress, learning_rate(self.config.optim, self.progress.update, self._horizon())
+        progress, lr = self.progress, learning_rate(self.config.optim, self.progress.update, self.bounds.horizon)
         if not batch.trainable:
             self.optimizer.zero_grad()
             outcome = StepOutcome(False, math.nan, 0.0, lr)
@@ -184,14 +187,15 @@ class AsyncGRPOTrainer:
         if outcome.applied:
             progress.update += 1
             progress.skipped_in_a_row = 0
-            self._check_first_step()
+            self.read_back.after_first_step(self.source.pool.observed)
             self.optimizer.zero_grad()
             self._check_weights()
+            self.recorder.warn_about_lost_updates(progress.step, outcome)
             return outcome
         progress.skipped_total += 1
         progress.skipped_in_a_row += 1
         if batch.trainable:
-            where = find_overflow(self.policy, self.optimizer, batch.micro_batches, self.config.rollout.temperature)
+            where = find_overflow(self.passes, self.optimizer, batch.micro_batches, passes.scale)
             self._event("skipped_step", {"reason": "non-finite gradient", "scale": passes.scale, **where})
         self.optimizer.zero_grad()
         if progress.skipped_in_a_row >= self.config.trainer.max_skipped_steps:
@@ -204,35 +208,6 @@ class AsyncGRPOTrainer:
         if outcome.applied:
             self.source.publish(self.progress.update, self.model)
 
-    def _row(self, batch: StepBatch, passes: Passes, outcome: StepOutcome, clock: "Clock") -> dict[str, Any]:
-        progress, pool = self.progress, self.source.pool
-        progress.samples += len(batch.rollouts)
-        progress.tokens += batch.num_tokens
-        progress.wall_s = time.perf_counter() - self._wall_start
-        busy_s, num_tokens = pool.busy_s - self._busy_before, pool.num_tokens - self._tokens_before
-        self._busy_before, self._tokens_before = pool.busy_s, pool.num_tokens
-        version = progress.update - int(outcome.applied)
-        return {
-            "step": progress.step,
-            "time": time.time(),
-            "wall_s": progress.wall_s,
-            "samples": progress.samples,
-            "tokens": progress.tokens,
-            **step_metrics(batch, passes, version),
-            "grad/norm": outcome.grad_norm,
-            "params/changed_frac": outcome.changed_frac,
-            "lr": outcome.lr,
-            "fp16/scale": passes.scale,
-            "fp16/skipped_total": progress.skipped_total,
-            "perf/step_s": clock.total(),
-            "perf/wait_s": clock.laps["wait"],
-            "perf/train_s": clock.laps["train"],
-            "perf/sync_s": clock.laps["sync"],
-            "perf/rollout_tok_s": num_tokens / busy_s if busy_s > 0 else None,
-            "perf/trained_tok_s": batch.num_tokens / clock.total(),
-            "memory/peak_bytes": peak_memory_bytes(self.device),
-        }
-
     def _evaluate_if_due(self, row: dict[str, Any]) -> None:
         every, control = self.config.trainer.eval_every, self.callbacks.control
         due = (every and self.progress.step % every == 0) or control.should_evaluate or self._ended()
@@ -243,17 +218,7 @@ class AsyncGRPOTrainer:
             self.callbacks.call("on_evaluate", metrics=row)
 
     def _record(self, row: dict[str, Any]) -> None:
-        self.folder.metrics(row)
-        self.folder.update(
-            step=self.progress.step, updates=self.progress.update, groups=vars(self.source.buffer.counts).copy()
-        )
-        self.tracker.log(row["step"], {key: value for key, value in row.items() if key != "step"})
-        self.callbacks.state.global_step = self.progress.step
-        self.callbacks.logged(row)
-        self.callbacks.call("on_log", logs=row, model=self.model)
-        if row["step"]:
-            self._warn_about_lost_updates(row)
-            self.callbacks.call("on_step_end", metrics=row, model=self.model)
+        self.recorder.record(row, self.progress, self.source.buffer.counts)
 
     def _save_if_due(self) -> None:
         every, control = self.config.trainer.save_every, self.callbacks.control
@@ -261,60 +226,16 @@ class AsyncGRPOTrainer:
             control.should_save = False
             self._save()
 
-    # -- bounds
-
-    def _horizon(self) -> int | None:
-        """Steps of the whole run, as far as it is bounded by steps or epochs."""
-        trainer = self.config.trainer
-        bounds = [] if trainer.max_steps is None else [trainer.max_steps]
-        if trainer.max_epochs is not None:
-            bounds.append(math.ceil(trainer.max_epochs * len(self.task.train) / trainer.prompts_per_step))
-        return min(bounds, default=None)
-
-    def _steps_left(self) -> int | None:
-        horizon = self.config.trainer.max_steps
-        return None if horizon is None else horizon - self.progress.step
-
     def _ended(self) -> bool:
-        """Whether the step that was just done is the last; also notices a wish to stop."""
-        trainer = self.config.trainer
-        wall_s = time.perf_counter() - self._wall_start
-        if self.callbacks.control.should_training_stop:
-            self.progress.stop_reason = "a callback asked to stop"
-        elif trainer.max_minutes is not None and wall_s >= 60 * trainer.max_minutes:
-            self.progress.stop_reason = "trainer.max_minutes"
-        elif trainer.max_steps is not None and self.progress.step >= trainer.max_steps:
-            self.progress.stop_reason = "trainer.max_steps"
-        elif self.source.stream.exhausted and not self.source.buffer.num_held:
-            self.progress.stop_reason = "trainer.max_epochs"
+        """Whether the step that was just done is the last."""
+        if self.progress.stop_reason is None:
+            if self.callbacks.control.should_training_stop:
+                self.progress.stop_reason = "a callback asked to stop"
+            else:
+                used_up = self.source.stream.exhausted and not self.source.buffer.num_held
+                reason = self.bounds.reason_to_end(self.progress.step, self.recorder.wall_s, used_up)
+                self.progress.stop_reason = reason
         return self.progress.stop_reason is not None
-
-    # -- precision
-
-    def _check_first_step(self) -> None:
-        """After the first applied step, while its gradients are there: is every site what it was declared to be?"""
-        if self._probe is None:
-            return
-        observed = observed_after_step(self.policy, self.optimizer, self._probe, self.source.pool.observed)
-        self._probe.close()
-        self._probe = None
-        self._check("first_step", observed)
-
-    def _check(self, phase: str, observed: dict[str, str]) -> None:
-        try:
-            self.audit.check(phase, observed)
-        finally:
-            self._write_precision()
-
-    def _write_precision(self) -> None:
-        self.folder.update_manifest(
-            precision={
-                "declared": self.audit.declared,
-                "reasons": dict(self.precision.reasons),
-                "observed": self.audit.observed,
-                "kernels": self.precision.kernels(self.device),
-            }
-        )
 
     def _check_weights(self) -> None:
         """Weights that are not finite never reach a generator."""
@@ -322,31 +243,14 @@ class AsyncGRPOTrainer:
         if bad:
             raise RunFailed(f"step {self.progress.step} left non-finite weights in {', '.join(bad[:5])}")
 
-    def _warn_about_lost_updates(self, row: dict[str, Any]) -> None:
-        """16-bit weights swallow small updates: said once, when next to nothing of an applied step arrived."""
-        applied = row["fp16/skipped_total"] == self._skipped_before
-        self._skipped_before = row["fp16/skipped_total"]
-        if applied and row["params/changed_frac"] < 0.01 and row["grad/norm"] and not self._warned:
-            self._warned = True
-            share = row["params/changed_frac"]
-            self._event(
-                "warning",
-                {
-                    "message": f"only {share:.2%} of the parameters changed: updates of lr={row['lr']:g} round to nothing in"
-                    f" {self.audit.declared['params']} weights (precision.params=fp32 keeps them)"
-                },
-            )
-
     # -- start and end
 
     def _start(self, resume: bool | str | Path) -> None:
         torch.set_float32_matmul_precision(self.precision.matmul)
         resumed = self._restore(resume)
-        self.folder.begin(self._horizon(), self.progress.step if resumed else None)
-        self._write_precision()
-        self._wall_start = time.perf_counter() - self.progress.wall_s
-        self._evaluated_at, self._warned, self._skipped_before = -1, False, self.progress.skipped_total
-        self._probe: DtypeProbe | None = DtypeProbe(self.policy.body)
+        self.folder.begin(self.bounds.horizon, self.progress.step if resumed else None)
+        self.read_back.write()
+        self._evaluated_at, self._saved_at = -1, -1
         self.source = start_source(
             self.config, self.precision, self.task, Codec(self.processing_class), self._workers, self.folder.logs,
             str(self.device), self._event, self.should_stop,
@@ -356,9 +260,9 @@ class AsyncGRPOTrainer:
             self.folder.event(self.progress.step, "resume", {"from": resumed.name})
         self.source.publish(self.progress.update, self.model)
         self.source.pool.wait_synced()
-        self._check("startup", observed_at_startup(self.model, self.optimizer, self.source.pool.observed))
-        self._busy_before, self._tokens_before = self.source.pool.busy_s, self.source.pool.num_tokens
-        self.callbacks.state.max_steps = self._horizon()
+        self.read_back.at_startup(self.source.pool.observed)
+        self.recorder.begin(self.progress, self.source.pool)
+        self.callbacks.state.max_steps = self.bounds.horizon
         self.callbacks.call("on_train_begin", model=self.model)
         if self.task.eval and not resumed:
             self._record({"step": 0, "time": time.time()} | self.source.evaluate(0).metrics())
@@ -375,6 +279,9 @@ class AsyncGRPOTrainer:
         return found[-1]
 
     def _save(self) -> None:
+        if self._saved_at == self.progress.step:
+            return
+        self._saved_at = self.progress.step
         self.progress.loss_scale = self.optimizer.loss_scale.state_dict()
         self.progress.cursor = self.source.stream.cursor
         self.progress.open_serials = sorted({*self.source.buffer.serials(), *self.source.stream.again})
@@ -411,8 +318,9 @@ class AsyncGRPOTrainer:
         source = getattr(self, "source", None)
         if source is not None:
             source.close()
+            source.buffer.counts.left_over = source.buffer.num_held
             if error is None:
-                source.buffer.close()
+                source.buffer.counts.check()
             self.folder.status.groups = vars(source.buffer.counts).copy()
         elif self._workers is not None:
             self._workers.close()
@@ -421,19 +329,4 @@ class AsyncGRPOTrainer:
         self.folder.close()
 
     def _event(self, event: str, body: dict[str, Any]) -> None:
-        self.folder.event(self.progress.step, event, body)
-
-
-class Clock:
-    """Wall time of the parts of a step, in seconds."""
-
-    def __init__(self) -> None:
-        self.start = self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
-
-    def total(self) -> float:
-        return self._last - self.start
+        self.recorder.event(self.progress.step, event, body)
