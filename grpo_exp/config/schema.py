@@ -154,7 +154,7 @@ class TaskConfig:
     num_eval: int = 256
     seed: int = 0
     length: int = 6
-    max_completion_tokens: int = 8
+    max_completion_tokens: int = 256
     path: str | None = None
     eval_path: str | None = None
     prompt_field: str = "prompt"
