@@ -2,14 +2,52 @@
 
 A [positions, vocabulary] fp32 tensor is the largest thing in a GRPO step. :func:`token_logprobs` computes it chunk by chunk
 and recomputes each chunk in the backward pass. The matmul runs in the head dtype; temperature and log-softmax are fp32.
+:func:`linear_head` says whether a model's logits can be computed in this way.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .kernels import matmul
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@torch.no_grad()
+def linear_head(model: "PreTrainedModel") -> nn.Linear | None:
+    """The LM head, where logits are just this linear layer of the last hidden states; None where they are more.
+
+    Soft caps and scales can be too small to be seen in the logits of an untrained model. So the head's output is replaced
+    by numbers up to 1000, which must arrive as logits unchanged, and its input must be what the body returned.
+    """
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    body = model.base_model
+    if not isinstance(head, nn.Linear) or body is model:
+        return None
+    hidden: list[Tensor] = []
+    fed: list[tuple[Tensor, Tensor]] = []
+
+    def from_body(module: nn.Module, inputs: Any, output: Any) -> None:
+        hidden.append(output.last_hidden_state)
+
+    def through_head(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        probe = torch.linspace(-1000.0, 1000.0, output.numel(), device=output.device).view_as(output).to(output.dtype)
+        fed.append((inputs[0], probe))
+        return probe
+
+    handles = [body.register_forward_hook(from_body), head.register_forward_hook(through_head)]
+    try:
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(hidden) != 1 or len(fed) != 1:
+        return None
+    given, probe = fed[0]
+    return head if torch.equal(given, hidden[0]) and torch.equal(logits.to(probe.dtype), probe) else None
 
 
 def token_logprobs(
@@ -34,8 +72,10 @@ def token_logprobs(
         logprobs [n] and entropy [n] in nats, float32 (gradients flow through logprobs only), and the dtype that the matmul
         gave, for the audit.
     """
-    logprobs, entropy, dtype = _TokenLogprobs.apply(hidden, weight, bias, tokens, temperature, head_dtype, chunk)
-    return logprobs, entropy, dtype
+    result: tuple[Tensor, Tensor, torch.dtype] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, tokens, temperature, head_dtype, chunk
+    )
+    return result
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,7 +130,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # summed over chunks in fp32, as one large product would be
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)  # likewise
+        grad_bias = None if bias is None else grad_weight.new_zeros(bias.shape)
         for start in range(0, len(tokens), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             hidden_h = hidden[part].to(ctx.head_dtype)

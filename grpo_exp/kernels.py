@@ -49,7 +49,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 class Fp32Accumulate(TorchFunctionMode):
     """Route products of the given 16-bit dtypes through the fp32 BLAS; all else, and other dtypes, pass through.
 
-    Under autocast the product takes the dtype of autocast, as torch's own rules say.
+    Under autocast the product takes the dtype of autocast, as torch's own rules say. Operands of different dtypes pass
+    through as well: torch refuses to multiply them, and so it does here.
     """
 
     def __init__(self, dtypes: set[torch.dtype]) -> None:
@@ -61,9 +62,9 @@ class Fp32Accumulate(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         count = _NUM_TENSORS.get(func)
-        if count is None:
+        if count is None or "out" in kwargs:
             return func(*args, **kwargs)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else args[0].dtype
+        dtype = _product_dtype([*args[:count], *kwargs.values()])
         if dtype not in self.dtypes:
             return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
@@ -71,6 +72,15 @@ class Fp32Accumulate(TorchFunctionMode):
             named = {name: _rounded(value, dtype) for name, value in kwargs.items()}
             result: Tensor = func(*operands, *args[count:], **named)
             return result.to(dtype)
+
+
+def _product_dtype(values: list[Any]) -> torch.dtype | None:
+    """The dtype in which torch would compute a product of these; None where it has its own opinion, such as an error."""
+    dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
+    if torch.is_autocast_enabled("cpu"):
+        # autocast casts everything but fp64, which it leaves alone
+        return None if torch.float64 in dtypes else torch.get_autocast_dtype("cpu")
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _rounded(value: Any, dtype: torch.dtype) -> Any:

@@ -34,13 +34,17 @@ class LossScale:
     """``torch.amp.GradScaler``'s rule with its state in plain numbers, on any device; mode ``none`` and ``static`` too.
 
     The scale is multiplied by ``backoff_factor`` after a step with a non-finite gradient, and by ``growth_factor`` after
-    ``growth_interval`` clean steps in a row.
+    ``growth_interval`` clean steps in a row, unless that leaves fp32. It is an fp32 number, as in torch.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
         self.config = config
-        self.scale = 1.0 if config.mode is LossScaleMode.none else config.init
+        self.scale = 1.0 if config.mode is LossScaleMode.none else _fp32(config.init)
         self.growth_tracker = 0
+
+    @property
+    def enabled(self) -> bool:
+        return self.config.mode is not LossScaleMode.none
 
     @property
     def mode_in_effect(self) -> str:
@@ -53,12 +57,13 @@ class LossScale:
         if self.config.mode is not LossScaleMode.dynamic:
             return
         if not finite:
-            self.scale *= self.config.backoff_factor
+            self.scale = _fp32(self.scale * self.config.backoff_factor)
             self.growth_tracker = 0
             return
         self.growth_tracker += 1
         if self.growth_tracker == self.config.growth_interval:
-            self.scale *= self.config.growth_factor
+            grown = _fp32(self.scale * self.config.growth_factor)
+            self.scale = grown if math.isfinite(grown) else self.scale
             self.growth_tracker = 0
 
     def state_dict(self) -> dict[str, float]:
@@ -66,6 +71,10 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.scale, self.growth_tracker = state["scale"], int(state["growth_tracker"])
+
+
+def _fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))  # the dtype of GradScaler's scale
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ class PassRunner:
 
     def run(self, batch: StepBatch, scale: float) -> Passes:
         """Backward through every micro-batch; the loss is multiplied by ``scale`` for it, not in what is returned."""
-        seen = [self._micro_batch(micro_batch, scale) for micro_batch in batch.micro_batches]
+        seen = [self.run_micro_batch(micro_batch, scale) for micro_batch in batch.micro_batches]
         joined = {name: torch.cat([part[name] for part in seen]) for name in seen[0]}
         loss = float(joined.pop("loss").sum())
         return Passes(loss=loss, scale=scale, **joined)
 
-    def _micro_batch(self, micro_batch: MicroBatch, scale: float) -> dict[str, Tensor]:
+    def run_micro_batch(self, micro_batch: MicroBatch, scale: float) -> dict[str, Tensor]:
+        """Forward and backward: adds to the gradients; returns the loss, [1], and per-token tensors by name, [n]."""
         new, entropy = self.policy.logprobs(micro_batch.tokens, self.temperature)
         # one pass per step: the weights at its start are those of this very pass
         old = new.detach()
@@ -38,7 +39,7 @@ class PassRunner:
             self.algo.dual_clip,
         )
         loss = (policy_loss.per_token[:, 0] * micro_batch.weights).sum()
-        (loss * scale).backward()
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
         return {
             "loss": loss.detach()[None],
             "new": old,

@@ -4,33 +4,32 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .config.sites import checkpoint_dtype, loader_dtype, parse_init_kwargs
+from .config.sites import UNKNOWN, checkpoint_dtype, loader_dtype, parse_init_kwargs
 from .errors import ConfigError
-from .head import head_logits, token_logprobs
+from .head import linear_head, token_logprobs
 from .precision import DTYPES, Precision, dtype_name
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def read_checkpoint_dtype(name_or_path: str, init_kwargs: Mapping[str, Any]) -> str:
-    """The dtype the checkpoint itself is stored in: ``fp32``, ``bf16`` or ``fp16``.
+CONFIG_KWARGS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
 
-    Raises:
-        ConfigError: if it is stored in another dtype, or does not say.
-    """
-    name = checkpoint_dtype(Path(name_or_path)) if Path(name_or_path).is_dir() else None
-    if name is None:
-        from transformers import AutoConfig
 
-        passed = {key: init_kwargs[key] for key in ("revision", "subfolder", "token", "cache_dir") if key in init_kwargs}
-        config = AutoConfig.from_pretrained(name_or_path, **passed)
-        name = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else None
-    if name not in DTYPES:
-        raise ConfigError("precision.params", "auto", DTYPES, f"{name_or_path} is stored in {name}: name a dtype")
-    return name
+def read_checkpoint_dtype(name_or_path: str, init_kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> str:
+    """The dtype the checkpoint itself is stored in: ``fp32``, ``bf16``, ``fp16``, another name, or ``unknown``."""
+    folder = Path(name_or_path) / init_kwargs.get("subfolder", "")
+    if folder.is_dir() and (name := checkpoint_dtype(folder)) is not None:
+        return name
+    from transformers import AutoConfig
+
+    passed = {key: init_kwargs[key] for key in CONFIG_KWARGS if key in init_kwargs}
+    config = AutoConfig.from_pretrained(name_or_path, **{"trust_remote_code": trust_remote_code, **passed})
+    return dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else UNKNOWN
 
 
 def load_policy(
@@ -38,13 +37,15 @@ def load_policy(
     init_kwargs: Mapping[str, Any] | str | None = None,
     params: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
-) -> nn.Module:
-    """Load a causal language model from a name or path.
+    device: torch.device | None = None,
+) -> "PreTrainedModel":
+    """Load a causal language model from a name or path, in evaluation mode: no dropout.
 
     Args:
         init_kwargs: any keywords of ``from_pretrained``, or a JSON object of them. ``dtype`` may be a name in any accepted
-            spelling or a ``torch.dtype``; ``device_map`` stays None unless it is given.
+            spelling or a ``torch.dtype``; ``device_map`` stays None unless it is given. The dictionary is not changed.
         params: the value of ``precision.params``. ``auto``, here and there, is the checkpoint's own dtype.
+        device: where to put the model, unless a ``device_map`` does that.
 
     Raises:
         ConfigError: (a ValueError) before anything is loaded, if a dtype is none, or the two places disagree.
@@ -53,13 +54,15 @@ def load_policy(
     name = loader_dtype(kwargs, params)
     kwargs.pop("dtype", None)
     kwargs.pop("torch_dtype", None)
-    kwargs.setdefault("device_map", None)
-    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    kwargs = {"device_map": None, "trust_remote_code": trust_remote_code, "use_safetensors": True} | kwargs
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        name_or_path, dtype=DTYPES.get(name, "auto"), use_safetensors=True, **kwargs
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        name_or_path, dtype=DTYPES.get(name, "auto"), **kwargs
     )
+    if device is not None and kwargs["device_map"] is None:
+        nn.Module.to(model, device)
+    nn.Module.eval(model)
     return model
 
 
@@ -82,23 +85,21 @@ class Policy:
 
     The LM head is applied here, to completion positions only and in its own dtype. Models whose logits are more than a
     linear head (soft caps, scales) are noticed at construction and run through their own forward pass instead.
+
+    Raises:
+        ConfigError: if the head of such a model is asked to compute in another dtype than the rest, on either side.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision, chunk: int) -> None:
+    def __init__(self, model: "PreTrainedModel", precision: Precision, chunk: int) -> None:
         self.model, self.precision, self.chunk = model, precision, chunk
-        self.device = next(model.parameters()).device
-        self.head: nn.Linear = model.get_output_embeddings()
-        self.body: nn.Module = getattr(model, model.base_model_prefix)
+        self.device = model.device
+        self.body = model.base_model
+        self.head = linear_head(model)
         self._takes_cache = "use_cache" in inspect.signature(self.body.forward).parameters
-        self.head_is_linear = self._check_head()
         self.logits_dtype: torch.dtype | None = None
-        if not self.head_is_linear and precision.head != precision.compute:
-            raise ConfigError(
-                "precision.head",
-                dtype_name(precision.head),
-                dtype_name(precision.compute),
-                f"the head of {type(model).__name__} is more than a linear layer",
-            )
+        if self.head is None:
+            self._check_fallback("head", "compute")
+            self._check_fallback("rollout_head", "rollout")
 
     def hidden_states(self, input_ids: Tensor) -> Tensor:
         """The last hidden states, [rows, width, hidden size]."""
@@ -111,7 +112,7 @@ class Policy:
         """Log-probabilities and entropies of the completion tokens of a batch, each [n] float32, in nats."""
         predicting = batch.positions - 1
         with self.precision.compute_context(self.device):
-            if not self.head_is_linear:
+            if self.head is None:
                 logits = self.model(input_ids=batch.input_ids, use_cache=False).logits[batch.rows, predicting]
                 self.logits_dtype = logits.dtype
                 return _from_logits(logits, batch.tokens, temperature)
@@ -121,14 +122,11 @@ class Policy:
         )
         return logprobs, entropy
 
-    @torch.no_grad()
-    def _check_head(self) -> bool:
-        ids = torch.arange(4, device=self.device)[None]
-        expected = self.model(input_ids=ids).logits.float()  # compared in fp32
-        hidden = self.body(input_ids=ids).last_hidden_state
-        found = head_logits(hidden, self.head.weight, self.head.bias)
-        scale = float(expected.abs().max())
-        return bool(((found - expected).abs() <= 0.02 * scale).all())
+    def _check_fallback(self, site: str, rest: str) -> None:
+        found, needed = (dtype_name(getattr(self.precision, name)) for name in (site, rest))
+        if found != needed:
+            reason = f"the head of {type(self.model).__name__} is more than a linear layer"
+            raise ConfigError(f"precision.{site}", found, needed, reason)
 
 
 def _from_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

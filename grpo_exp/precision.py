@@ -73,7 +73,7 @@ def resolve(
     """Turn the precision group into torch dtypes.
 
     Args:
-        checkpoint_dtype: the dtype stored in the checkpoint (any accepted spelling): what ``auto`` stands for.
+        checkpoint_dtype: the dtype stored in the checkpoint: what ``auto`` stands for.
         device: where the trainer computes.
         init_kwargs: keywords for ``from_pretrained``; a ``dtype`` in it must agree with ``precision.params``.
         optim_eps: Adam's epsilon, which must not round to zero in the moments' dtype.
@@ -84,7 +84,8 @@ def resolve(
     problems = site_problems(config, init_kwargs or {})
     if problems:
         raise ConfigErrors(problems)
-    sites = resolve_sites(config, init_kwargs or {}, SPELLINGS.get(checkpoint_dtype.removeprefix("torch."), checkpoint_dtype))
+    plain = checkpoint_dtype.strip().lower().removeprefix("torch.")
+    sites = resolve_sites(config, init_kwargs or {}, SPELLINGS.get(plain, plain))
     problems = [*combination_problems(config, sites, optim_eps), *device_problems(config, sites, device)]
     if problems:
         raise ConfigErrors(problems)
@@ -96,12 +97,32 @@ def resolve(
     )
 
 
+def mix_warning(precision: Precision) -> str | None:
+    """One line for the start of a run whose two sides compute in different dtypes, meant or not; None where they agree."""
+    body, head = (precision.compute, precision.rollout), (precision.head, precision.rollout_head)
+    parts = []
+    if body[0] != body[1]:
+        parts.append(_mix("computes", "compute", body[0], "rollout", body[1]))
+    if head[0] != head[1] and head != body:
+        parts.append(_mix("applies its head", "head", head[0], "rollout_head", head[1]))
+    return "; ".join(parts) + ": log-probabilities of the same weights differ" if parts else None
+
+
+def _mix(verb: str, site: str, dtype: torch.dtype, generator_site: str, generator_dtype: torch.dtype) -> str:
+    return (
+        f"the trainer {verb} in {dtype_name(dtype)} (precision.{site}),"
+        f" generator workers in {dtype_name(generator_dtype)} (precision.{generator_site})"
+    )
+
+
 def device_problems(config: PrecisionConfig, sites: Mapping[str, Site], device: torch.device) -> list[ConfigError]:
     problems = []
     if not supports_bf16(device):
         for site, entry in sites.items():
-            if entry.name == "bf16":
-                problems.append(ConfigError(f"precision.{site}", "bf16", "fp16, fp32", f"this {device.type} has no bf16"))
+            if entry.name == "bf16" and not entry.follows:
+                problems.append(
+                    ConfigError(f"precision.{site}", "bf16", "fp16, fp32", f"this {device.type} has no bf16")
+                )
     if config.matmul != "highest" and not supports_tf32(device):
         problems.append(
             ConfigError("precision.matmul", config.matmul, "highest", f"this {device.type} has no TF32 matmuls")
@@ -150,10 +171,11 @@ class Audit:
         if wrong:
             raise RunFailed(f"precision is not what was asked for ({phase}): " + "; ".join(wrong))
 
-    @property
-    def complete(self) -> bool:
-        """Whether every declared site has been seen at least once."""
-        return set(self.declared) <= set().union(*self.observed.values())
+    def check_complete(self) -> None:
+        """Raises RunFailed if there is a site of which nothing was ever seen."""
+        unseen = sorted(set(self.declared) - set().union(*self.observed.values()))
+        if unseen:
+            raise RunFailed(f"precision cannot be proved: nothing was seen of {', '.join(unseen)}")
 
 
 class DtypeProbe:

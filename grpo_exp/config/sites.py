@@ -26,6 +26,8 @@ SPELLINGS: dict[str, str] = {
     "half": "fp16",
 }
 ALLOWED = "auto, bf16 (bfloat16), fp16 (float16, half), fp32 (float32, float)"
+NAMES = ("fp32", "bf16", "fp16")
+UNKNOWN = "unknown"  # the dtype of a checkpoint that does not say
 MATMUL_MODES = ("highest", "high", "medium")
 FP16_SMALLEST_SUBNORMAL = 2.0**-24
 
@@ -49,6 +51,7 @@ class Site:
 
     name: str
     reason: str
+    follows: str | None = None  # the site whose value this one took over
 
 
 def parse_dtype(value: object, key: str) -> str:
@@ -90,20 +93,21 @@ def checkpoint_dtype(path: Path) -> str | None:
     """The dtype a local checkpoint declares in its config.json, else that of its first safetensors weight.
 
     Returns:
-        ``fp32``, ``bf16``, ``fp16``, or None where the folder does not say.
+        ``fp32``, ``bf16``, ``fp16``, the name of another dtype, or None where the folder does not say.
     """
     config_file = path / "config.json"
     if config_file.is_file():
         declared = json.loads(config_file.read_text())
         name = declared.get("dtype") or declared.get("torch_dtype")
-        if isinstance(name, str) and name.lower().removeprefix("torch.") in SPELLINGS:
-            return SPELLINGS[name.lower().removeprefix("torch.")]
+        if isinstance(name, str):
+            plain = name.strip().lower().removeprefix("torch.")
+            return SPELLINGS.get(plain, plain)
     for weights in sorted(path.glob("*.safetensors")):
         with weights.open("rb") as file:
             header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
         for name, entry in header.items():
-            if name != "__metadata__":
-                return {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}.get(entry["dtype"])
+            if name != "__metadata__" and "F" in entry["dtype"]:
+                return {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}.get(entry["dtype"], str(entry["dtype"]))
     return None
 
 
@@ -135,20 +139,26 @@ def resolve_sites(config: PrecisionConfig, init_kwargs: Mapping[str, Any], check
     """Decide every dtype site. ``checkpoint`` is the checkpoint's own dtype: what ``auto`` stands for.
 
     Raises:
-        ConfigError: if a value is no dtype name.
+        ConfigError: if a value is no dtype name, or ``auto`` stands for a dtype that nothing here computes in.
     """
     sites: dict[str, Site] = {}
     for site, follows in FOLLOWS.items():
         value = getattr(config, site)
         if site == "params":
             name = loader_dtype(init_kwargs, value)
-            reason = "precision.params" if parse_dtype(value, "precision.params") != "auto" else "model.init_kwargs.dtype"
+            reason = (
+                "precision.params" if parse_dtype(value, "precision.params") != "auto" else "model.init_kwargs.dtype"
+            )
         elif value is None:
             assert follows is not None, site
-            sites[site] = Site(sites[follows].name, f"follows {follows}")
+            sites[site] = Site(sites[follows].name, f"follows {follows}", follows)
             continue
         else:
             name, reason = parse_dtype(value, f"precision.{site}"), f"precision.{site}"
+        if name == "auto" and checkpoint not in NAMES:
+            raise ConfigError(
+                f"precision.{site}", "auto", NAMES, f"the checkpoint is stored in {checkpoint}: name a dtype"
+            )
         sites[site] = Site(checkpoint, "the checkpoint's own dtype") if name == "auto" else Site(name, reason)
     return sites
 
@@ -222,7 +232,10 @@ def combination_problems(config: PrecisionConfig, sites: Mapping[str, Site], opt
     elif name["optimizer_state"] == "fp16" and optim_eps < FP16_SMALLEST_SUBNORMAL:
         problems.append(
             ConfigError(
-                "optim.eps", optim_eps, "1e-4 or so", "it rounds to 0 in fp16 moments; or precision.optimizer_state=fp32"
+                "optim.eps",
+                optim_eps,
+                "1e-4 or so",
+                "it rounds to 0 in fp16 moments; or precision.optimizer_state=fp32",
             )
         )
     if name["grad_reduce"] != name["params"]:

@@ -41,10 +41,13 @@ def find_problems(config: Config) -> list[ConfigError]:
 def _precision_problems(config: Config) -> list[ConfigError]:
     precision, kwargs = config.precision, config.model.init_kwargs
     problems = site_problems(precision, kwargs)
-    folder = Path(locate(config.model.name_or_path))
+    folder = Path(locate(config.model.name_or_path)) / str(kwargs.get("subfolder", ""))
     own = checkpoint_dtype(folder) if folder.is_dir() else None
     if not problems and own is not None:  # with a checkpoint at hand, what goes together is known now
-        problems = combination_problems(precision, resolve_sites(precision, kwargs, own), config.optim.eps)
+        try:
+            problems = combination_problems(precision, resolve_sites(precision, kwargs, own), config.optim.eps)
+        except ConfigError as error:
+            problems = [error]
     if precision.matmul in ("high", "medium") and config.trainer.device is Device.cpu:
         problems.append(ConfigError("precision.matmul", precision.matmul, "highest", "a CPU has no TF32 matmuls"))
     return problems
@@ -119,7 +122,9 @@ def _bounds(config: Config) -> list[ConfigError]:
         if not 0 <= value < 1
     ]
     if trainer.max_steps is None and trainer.max_epochs is None and trainer.max_minutes is None:
-        problems.append(ConfigError("trainer.max_steps", None, COUNT, "or set trainer.max_epochs or trainer.max_minutes"))
+        problems.append(
+            ConfigError("trainer.max_steps", None, COUNT, "or set trainer.max_epochs or trainer.max_minutes")
+        )
     return problems
 
 
@@ -128,7 +133,10 @@ def _rollout_problems(config: Config) -> list[ConfigError]:
     if not (rollout.temperature > 0 and math.isfinite(rollout.temperature)):
         problems.append(
             ConfigError(
-                "rollout.temperature", rollout.temperature, POSITIVE, "greedy rollouts have no log-probability to train on"
+                "rollout.temperature",
+                rollout.temperature,
+                POSITIVE,
+                "greedy rollouts have no log-probability to train on",
             )
         )
     if rollout.num_workers == 0 and rollout.max_staleness:
@@ -142,7 +150,9 @@ def _algo_problems(config: Config) -> list[ConfigError]:
     algo, problems = config.algo, []
     if algo.group_size < 2:
         problems.append(
-            ConfigError("algo.group_size", algo.group_size, "2 or more", "an advantage compares completions of one prompt")
+            ConfigError(
+                "algo.group_size", algo.group_size, "2 or more", "an advantage compares completions of one prompt"
+            )
         )
     if not 0 < algo.clip_low < 1:
         problems.append(ConfigError("algo.clip_low", algo.clip_low, "a number between 0 and 1"))
