@@ -166,12 +166,12 @@ def resolve_sites(config: PrecisionConfig, init_kwargs: Mapping[str, Any], check
 def site_problems(config: PrecisionConfig, init_kwargs: Mapping[str, Any]) -> list[ConfigError]:
     """Values that are wrong whatever the checkpoint and the device are."""
     problems: list[ConfigError] = []
-    for site in FOLLOWS:
+    for site, follows in FOLLOWS.items():
         value = getattr(config, site)
         try:
             if site == "params":
                 loader_dtype(init_kwargs, value)
-            elif value is not None:
+            elif value is not None or follows is None:
                 parse_dtype(value, f"precision.{site}")
         except ConfigError as error:
             problems.append(error)
