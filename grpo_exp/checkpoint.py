@@ -39,6 +39,7 @@ class Progress:
     loss_scale: dict[str, float] = field(default_factory=dict)
     cursor: int = 0
     open_serials: list[int] = field(default_factory=list)
+    evaluated_at: int = -1  # the last step with an evaluation
     groups: dict[str, int] = field(default_factory=dict)
     stop_reason: str | None = None
 

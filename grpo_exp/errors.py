@@ -38,5 +38,9 @@ class ConfigErrors(ConfigError):
         return type(self), (self.errors,)
 
 
+class Interrupted(Exception):
+    """A run was asked to stop while it waited."""
+
+
 class RunFailed(RuntimeError):
     """A run that cannot go on: the message is the reason that status.json records."""

@@ -6,6 +6,8 @@ checkpoint are cut. A lock keeps two processes from running in one folder.
 
 import fcntl
 import os
+import re
+import shutil
 import socket
 import time
 import traceback
@@ -57,6 +59,18 @@ def read_status(path: Path) -> dict[str, Any] | None:
     return jsonl.read_json(file) if file.is_file() else None
 
 
+def is_in_use(path: Path) -> bool:
+    """Whether a process holds the lock of a run folder."""
+    if not (path / "lock").is_file():
+        return False
+    with (path / "lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 class RunFolder:
     """One run's folder."""
 
@@ -67,6 +81,7 @@ class RunFolder:
         self.status = Status(host=socket.gethostname())
         self._metrics: jsonl.JsonlWriter | None = None
         self._events: jsonl.JsonlWriter | None = None
+        self._trained: jsonl.JsonlWriter | None = None
         self._lock: int | None = None
 
     @property
@@ -94,7 +109,11 @@ class RunFolder:
             raise RunFailed(f"{self.path} is in use by a run that is going on") from None
 
     def begin(self, max_steps: int | None, after_step: int | None) -> None:
-        """Start, or go on after a step: rows later than that are cut, as that part is run again."""
+        """Start, or go on after a step: what came later is cut, checkpoints too, as that part is run again."""
+        for path in self.checkpoints.iterdir():
+            step = re.fullmatch(r"step-(\d+)", path.name)
+            if step is None or after_step is None or int(step[1]) > after_step:
+                shutil.rmtree(path)
         for name in ("metrics.jsonl", "events.jsonl", "trained.jsonl"):
             if after_step is None:
                 (self.path / name).unlink(missing_ok=True)
@@ -132,6 +151,7 @@ class RunFolder:
 
     def trained(self, step: int, serials: list[int], prompts: list[int]) -> None:
         """Which groups a step trained: serials and rows of the data set."""
+        assert self._trained is not None, "begin comes first"
         self._trained.append({"step": step, "groups": serials, "prompts": prompts})
 
     def end(self, state: State, exit_code: int, reason: str | None = None, error: BaseException | None = None) -> None:
@@ -139,7 +159,7 @@ class RunFolder:
         self.update(state=state, exit_code=exit_code, reason=reason, traceback=text, ended=now())
 
     def close(self) -> None:
-        for writer in (self._metrics, self._events):
+        for writer in (self._metrics, self._events, self._trained):
             if writer is not None:
                 writer.close()
         if self._lock is not None:

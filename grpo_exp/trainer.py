@@ -214,7 +214,7 @@ class AsyncGRPOTrainer:
         if self.task.eval and due:
             control.should_evaluate = False
             row |= self.source.evaluate(self.progress.update).metrics()
-            self._evaluated_at = self.progress.step
+            self.progress.evaluated_at = self.progress.step
             self.callbacks.call("on_evaluate", metrics=row)
 
     def _record(self, row: dict[str, Any]) -> None:
@@ -260,6 +260,8 @@ class AsyncGRPOTrainer:
             self.folder.event(self.progress.step, "resume", {"from": resumed.name})
         self.source.publish(self.progress.update, self.model)
         self.source.pool.wait_synced()
+        if self.should_stop():
+            raise Interrupted
         self.read_back.at_startup(self.source.pool.observed)
         self.recorder.begin(self.progress, self.source.pool)
         self.callbacks.state.max_steps = self.bounds.horizon
@@ -280,7 +282,7 @@ class AsyncGRPOTrainer:
 
     def _save(self) -> None:
         if self._saved_at == self.progress.step:
-            return
+            return  # groups that were started since will be started again
         self._saved_at = self.progress.step
         self.progress.loss_scale = self.optimizer.loss_scale.state_dict()
         self.progress.cursor = self.source.stream.cursor
@@ -300,7 +302,7 @@ class AsyncGRPOTrainer:
     def _finish(self) -> State:
         if self.progress.update == 0:
             raise RunFailed("the run ended without a single update; events.jsonl says why")
-        if self.task.eval and self._evaluated_at != self.progress.step:
+        if self.task.eval and self.progress.evaluated_at != self.progress.step:
             # the data ran out before the last step could know that it was the last
             evaluation = self.source.evaluate(self.progress.update).metrics()
             self.folder.metrics({"step": self.progress.step, "time": time.time(), **evaluation})
@@ -318,9 +320,7 @@ class AsyncGRPOTrainer:
         source = getattr(self, "source", None)
         if source is not None:
             source.close()
-            source.buffer.counts.left_over = source.buffer.num_held
-            if error is None:
-                source.buffer.counts.check()
+            source.buffer.close(check=error is None)
             self.folder.status.groups = vars(source.buffer.counts).copy()
         elif self._workers is not None:
             self._workers.close()

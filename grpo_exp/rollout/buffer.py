@@ -30,12 +30,17 @@ class GroupCounts:
 
 @dataclass
 class GroupBuffer:
-    """Admission and order. ``open`` maps the serial of an unfinished group to the version it was started at."""
+    """Admission and order.
+
+    ``open`` maps the serial of an unfinished group to the version it was started at. ``reopened`` are groups that a
+    checkpoint left open, counted as started already, until they are started again.
+    """
 
     prompts_per_step: int
     max_staleness: int
     open: dict[int, int] = field(default_factory=dict)
     ready: dict[int, Group] = field(default_factory=dict)
+    reopened: set[int] = field(default_factory=set)
     counts: GroupCounts = field(default_factory=GroupCounts)
     stale_lags: Counter[int] = field(default_factory=Counter)
 
@@ -49,10 +54,13 @@ class GroupBuffer:
 
     def start(self, serial: int, version: int) -> None:
         self.open[serial] = version
-        self.counts.started += 1
+        if serial in self.reopened:
+            self.reopened.remove(serial)
+        else:
+            self.counts.started += 1
 
     def restart(self, serial: int, version: int) -> None:
-        """A retry begins anew, under the version of now."""
+        """A retry begins anew, under a newer version."""
         self.open[serial] = version
 
     def finish(self, group: Group) -> None:
@@ -103,8 +111,10 @@ class GroupBuffer:
 
     def serials(self) -> list[int]:
         """Groups that were started and are in no batch yet."""
-        return sorted([*self.open, *self.ready])
+        return sorted([*self.open, *self.ready, *self.reopened])
 
-    def close(self) -> None:
-        self.counts.left_over = self.num_held
-        self.counts.check()
+    def close(self, check: bool = True) -> None:
+        """Count what is left over, and ``check`` that all adds up."""
+        self.counts.left_over = len(self.serials())
+        if check:
+            self.counts.check()

@@ -6,15 +6,16 @@ the tokens, so that every ``mu`` is exact for the version that its token carries
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..head import head_logits, tempered
+from ..head import head_logits, linear_head, tempered
 from ..kernels import matmul_context
-from ..precision import DTYPES, observed_dtypes
-from ..sync.shm import Payload, load_into
+from ..precision import DTYPES, dtype_name, observed_dtypes
+from ..sync.shm import Payload, check_fit, load_into
 from .sampling import derive_seed, sample, uniforms
 from .types import EngineSpec, Generated, Request, Rollout
 
@@ -29,10 +30,9 @@ class HFEngine:
         self.spec = spec
         self.device = torch.device(spec.device)
         kwargs = {key: value for key, value in spec.init_kwargs.items() if key not in ("dtype", "torch_dtype")}
-        self.model = load_policy(spec.model, kwargs, spec.dtypes["rollout"], spec.trust_remote_code)
-        self.model.to(self.device).eval()
-        self.head: nn.Linear = self.model.get_output_embeddings()
-        self.body: nn.Module = getattr(self.model, self.model.base_model_prefix)
+        self.model: Any = load_policy(spec.model, kwargs, spec.dtypes["rollout"], spec.trust_remote_code, self.device)
+        self.head = linear_head(self.model)  # None: logits are the model's own, as in the trainer
+        self.body: nn.Module = self.model if self.head is None else self.model.base_model
         self.head_dtype = DTYPES[spec.dtypes["rollout_head"]]
         self.version = -1
         self.loads = 0
@@ -42,10 +42,17 @@ class HFEngine:
         self._seen: dict[str, str] = {}
 
     def load(self, payload: Payload, fd: int) -> int:
-        """Take over new weights; returns the checksum of what is held. Caches of running batches become invalid."""
+        """Take over new weights; returns the checksum of what is held. Caches of running batches become invalid.
+
+        Weights that do not fit change nothing, and the version before goes on serving.
+        """
+        check_fit(self.model, payload)
+        self.version = -1  # none, while weights of two versions are mixed
         held = load_into(self.model, payload, fd)
-        self._head_weight = self.head.weight.detach().to(self.head_dtype)
-        self._head_bias = None if self.head.bias is None else self.head.bias.detach().to(self.head_dtype)
+        if self.head is not None:
+            self._head_weight = self.head.weight.detach().to(self.head_dtype)
+            self._head_bias = None if self.head.bias is None else self.head.bias.detach().to(self.head_dtype)
+        self._seen["wire"] = dtype_name(payload.dtype)
         self.version = payload.version
         self.loads += 1
         return held
@@ -87,6 +94,9 @@ class _Batch:
         self.finished = np.zeros(self.rows, dtype=bool)
         self.running = np.arange(self.rows)
         self.version = engine.version
+        self.cache: Any = None  # of the running rows, like the two below
+        self.mask: Tensor | None = None  # [running, width]: 0 on padding, None where there is none
+        self.next_position = torch.zeros(self.rows, dtype=torch.long, device=self.device)
 
     def decode(self, between_steps: Callable[[], None] | None) -> Iterator[Generated]:
         engine = self.engine
@@ -113,8 +123,9 @@ class _Batch:
 
     def _sample(self, hidden: Tensor, position: int) -> Tensor:
         """Next token of every running row, [running]; ``mu`` is written down."""
-        engine = self.engine
-        raw = head_logits(hidden.to(engine.head_dtype), engine._head_weight, engine._head_bias)
+        engine, raw = self.engine, hidden
+        if engine.head is not None:
+            raw = head_logits(hidden.to(engine.head_dtype), engine._head_weight, engine._head_bias)
         engine._seen["rollout_head"] = observed_dtypes([raw])
         rows = torch.from_numpy(self.running).to(self.device)
         if self.one_temperature:
@@ -167,7 +178,7 @@ class _Batch:
         )
 
     def _forward_padded(self, sequences: list[list[int]]) -> Tensor:
-        """Fill a new cache with some sequences, padded on the left; returns the last hidden states [rows, width]."""
+        """Fill a new cache with some sequences, padded on the left; returns what :meth:`_body` does."""
         from transformers import DynamicCache
 
         width = max(len(ids) for ids in sequences)
@@ -190,6 +201,7 @@ class _Batch:
         return self._body(tokens[:, None], positions)
 
     def _body(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states at the last position, [rows, width]; logits where the head is not applied apart."""
         output = self.engine.body(
             input_ids=ids,
             attention_mask=self.mask,
@@ -198,8 +210,8 @@ class _Batch:
             use_cache=True,
         )
         self.engine._seen["kv_cache"] = observed_dtypes([self.cache.layers[0].keys])
-        states: Tensor = output.last_hidden_state[:, -1]
-        return states
+        states: Tensor = output.logits if self.engine.head is None else output.last_hidden_state
+        return states[:, -1]
 
     def _keep(self, keep: np.ndarray) -> None:
         """Let finished rows go."""
@@ -210,5 +222,3 @@ class _Batch:
         self.mask = None if self.mask is None else self.mask[index]
         self.next_position = self.next_position[index]
         self.running = self.running[keep]
-
-

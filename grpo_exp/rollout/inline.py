@@ -3,9 +3,7 @@
 It has the face of a :class:`~grpo_exp.rollout.process.WorkerProcess`; receiving from it is what makes it work.
 """
 
-import os
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 from .worker import WorkerLoop, build_engine
@@ -17,19 +15,10 @@ class InlineProcess:
     """Engine and loop of a worker, run inside the trainer's process."""
 
     index = 0
-    log_path = Path(os.devnull)
 
     def __init__(self, weights_fd: int) -> None:
         self.connection = InlineConnection(weights_fd)
-
-    def exit_code(self) -> None:
-        """It cannot die alone."""
-
-    def kill(self) -> None:
-        """Nothing to end."""
-
-    def close(self, timeout_s: float = 0.0) -> None:
-        """Nothing to end."""
+        self.send = self.connection.send
 
 
 class InlineConnection:

@@ -1,12 +1,13 @@
 """The trainer's side of the generator workers: who has which request, which weights, and who is still alive.
 
-One thread, no locks: everything happens in :meth:`WorkerPool.poll`, which the trainer calls while it waits. A worker that
-dies or does not answer in time is ended and started again; its requests go out once more, up to a limit.
+Everything happens in :meth:`WorkerPool.poll`, which the trainer calls while it waits. A worker that dies or does not
+answer in time is ended and started again; its requests go out once more, up to a limit, and each by itself, so that the
+one that is to blame takes no others with it.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from typing import Any
 from torch import nn
 
 from ..config.schema import RolloutConfig
-from ..errors import RunFailed
+from ..errors import Interrupted, RunFailed
 from ..precision import DTYPES
 from ..sync.shm import Payload, Sender
 from .inline import InlineProcess
-from .process import Spawned, WorkerProcess
+from .process import Spawned, WorkerProcess, end_all
 from .types import EngineSpec, Generated, Request
 
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -32,7 +33,18 @@ class Failed:
     reason: str
 
 
-@dataclass
+@dataclass(frozen=True)
+class Retried:
+    """A request that begins anew, under this version or a later one."""
+
+    serial: int
+    version: int
+
+
+Item = Generated | Failed | Retried
+
+
+@dataclass(eq=False)
 class Member:
     """One worker and what it owes."""
 
@@ -41,7 +53,7 @@ class Member:
     started_at: dict[int, float] = field(default_factory=dict)
     ready: bool = False
     version: int = -1
-    since: float = field(default_factory=time.monotonic)
+    failures_in_a_row: int = 0
 
     @property
     def load(self) -> int:
@@ -59,24 +71,27 @@ class WorkerPool:
         if not self.members:
             self.members = [Member(InlineProcess(self.fd))]
         self.attempts: dict[int, int] = {}
-        self.failures_in_a_row = 0
         self.num_restarts = 0
         self.observed: dict[str, str] = {}
         self.num_tokens, self.busy_s, self.load_s = 0, 0.0, 0.0
-        self._inbox: list[Generated | Failed] = []
+        self._inbox: list[Item] = []
         self._payload: Payload | None = None
         self._spec: EngineSpec | None = None
+        self._engines_built = False
 
-    def _spawn(self, index: int) -> WorkerProcess:
-        return WorkerProcess(index, self.fd, self.log_dir, self.config.num_threads)
+    def initialise(self, spec: EngineSpec, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Tell every worker which engine to build, and wait until all have.
 
-    def initialise(self, spec: EngineSpec) -> None:
-        """Tell every worker which engine to build, and wait until all have."""
+        Raises:
+            RunFailed: with the worker's traceback, if an engine cannot be built.
+            Interrupted: if ``should_stop`` says so meanwhile.
+        """
         self._spec = spec
         self.sender = Sender(self.fd, DTYPES[spec.dtypes["wire"]], DTYPES[spec.dtypes["rollout"]])
         for member in self.members:
-            self._send(member, "init", (spec, self.config.in_flight_sync))
-        self._wait_until(lambda: all(member.ready for member in self.members), "start its engine")
+            member.process.send(("init", (spec, self.config.in_flight_sync)))
+        self._wait_until(lambda member: member.ready, "start its engine", should_stop)
+        self._engines_built = True
 
     def sync(self, version: int, model: nn.Module) -> None:
         """Write new weights and announce them; workers load them as soon as they can.
@@ -87,29 +102,29 @@ class WorkerPool:
             self.wait_synced()
         self._payload = self.sender.write(version, model)
         for member in self.members:
-            self._send(member, "sync", self._payload)
+            member.process.send(("sync", self._payload))
 
     def wait_synced(self) -> None:
         """Wait until every worker holds the announced version, checksum and all."""
         assert self._payload is not None
         version = self._payload.version
-        self._wait_until(lambda: all(m.version == version for m in self.members), f"load version {version}")
+        self._wait_until(lambda member: member.version == version, f"load version {version}")
 
-    def submit(self, requests: list[Request]) -> None:
+    def submit(self, requests: Iterable[Request]) -> None:
         """Share requests out, each to the worker that owes least."""
-        parts: dict[int, list[Request]] = {}
+        parts: dict[Member, list[Request]] = {}
         for request in requests:
             member = min(self.members, key=lambda m: m.load)
             member.requests[request.serial] = request
-            parts.setdefault(self.members.index(member), []).append(request)
-        for index, part in parts.items():
-            self._send(self.members[index], "generate", part)
+            parts.setdefault(member, []).append(request)
+        for member, part in parts.items():
+            member.process.send(("generate", part))
 
-    def connections(self) -> list[Connection]:
+    def connections(self) -> "list[Connection[Any, Any]]":
         """What to wait on; an inline worker has none, it works when it is polled."""
         return [m.process.connection for m in self.members if isinstance(m.process, WorkerProcess)]
 
-    def poll(self) -> list[Generated | Failed]:
+    def poll(self) -> list[Item]:
         """Everything that has come in. Results first, then deadlines: the trainer may have been away in a long step."""
         for member in list(self.members):
             self._receive(member)
@@ -119,31 +134,20 @@ class WorkerPool:
         return inbox
 
     def close(self) -> None:
-        for member in self.members:
-            try:
-                member.process.connection.send(("stop", None))
-            except OSError:
-                continue  # dead already; close() below reaps it
-        for member in self.members:
-            member.process.close()
+        end_all(m.process for m in self.members if isinstance(m.process, WorkerProcess))
         self.members = []
         self.spawned.close()
 
-    def _send(self, member: Member, kind: str, body: Any) -> None:
-        try:
-            member.process.connection.send((kind, body))
-        except OSError:
-            self._replace(member, f"worker {member.process.index} is gone")
-
     def _receive(self, member: Member) -> None:
-        try:
-            while member in self.members and member.process.connection.poll(0):
+        while member in self.members:
+            try:
+                if not member.process.connection.poll(0):
+                    return
                 kind, body = member.process.connection.recv()
-                member.since = time.monotonic()
-                self._handle(member, kind, body)
-        except (EOFError, OSError):
-            code = member.process.exit_code()
-            self._replace(member, f"generator worker {member.process.index} died (exit code {code})")
+            except (EOFError, OSError):
+                self._lost(member)
+                return
+            self._handle(member, kind, body)
 
     def _handle(self, member: Member, kind: str, body: Any) -> None:
         match kind:
@@ -154,7 +158,7 @@ class WorkerPool:
                 member.started_at |= dict.fromkeys(body, time.monotonic())
             case "generated":
                 self._end(member, body.serial)
-                self.failures_in_a_row = 0
+                member.failures_in_a_row = 0
                 self._inbox.append(body)
             case "batch":
                 num_tokens, seconds, observed = body
@@ -162,18 +166,34 @@ class WorkerPool:
                 self.busy_s += seconds
                 self.observed |= observed
             case "synced":
-                member.version, _, seconds = body
-                self.load_s += seconds
+                self._synced(member, *body)
             case "failed":
                 serials, error = body
-                self._count_failure(error)
                 self.on_event("worker_error", {"worker": member.process.index, "groups": serials, "error": error})
+                self._count_failure(member, error)
                 self._retry([request for serial in serials if (request := self._end(member, serial))], error)
             case "sync_failed":
                 version, error = body
                 raise RunFailed(f"generator worker {member.process.index} could not load version {version}\n{error}")
             case "died":
+                if not self._engines_built:
+                    raise RunFailed(f"generator worker {member.process.index} could not start its engine\n{body}")
+                self._count_failure(member, body)
                 self._replace(member, body)
+            case _:
+                raise RunFailed(f"generator worker {member.process.index} sent an unknown message {kind!r}")
+
+    def _synced(self, member: Member, version: int, held: int, seconds: float, observed: dict[str, str]) -> None:
+        """Believe a worker only by its checksum: whoever dropped an update would sample from old weights."""
+        assert self._payload is not None
+        if (version, held) != (self._payload.version, self._payload.checksum):
+            raise RunFailed(
+                f"generator worker {member.process.index} holds other weights than it was sent: version {version} with"
+                f" checksum {held:08x}, not version {self._payload.version} with {self._payload.checksum:08x}"
+            )
+        member.version = version
+        self.load_s += seconds
+        self.observed |= observed
 
     def _end(self, member: Member, serial: int) -> Request | None:
         member.started_at.pop(serial, None)
@@ -186,48 +206,67 @@ class WorkerPool:
             if self.attempts[request.serial] > self.config.max_retries:
                 self._inbox.append(Failed(request.serial, reason))
             else:
-                again.append(request)
-        if again:
-            self.submit(again)
+                again.append(replace(request, alone=not request.evaluation))
+                self._inbox.append(Retried(request.serial, self._payload.version if self._payload else 0))
+        self.submit(again)
 
-    def _count_failure(self, reason: str) -> None:
-        self.failures_in_a_row += 1
-        if self.failures_in_a_row > self.config.max_failures:
-            raise RunFailed(f"generator workers failed {self.failures_in_a_row} times in a row; the last time:\n{reason}")
+    def _count_failure(self, member: Member, reason: str) -> None:
+        """Errors and deaths count, a request that is not answered does not: the worker may have done nothing wrong."""
+        member.failures_in_a_row += 1
+        if member.failures_in_a_row > self.config.max_failures:
+            raise RunFailed(
+                f"generator worker {member.process.index} failed {member.failures_in_a_row} times in a row"
+                f" (rollout.max_failures); the last time:\n{reason}"
+            )
 
     def _check_time(self, member: Member) -> None:
         oldest = min(member.started_at.values(), default=None)
         if oldest is not None and time.monotonic() - oldest > self.config.request_timeout_s:
-            self._replace(member, f"worker {member.process.index} did not answer in {self.config.request_timeout_s:g} s")
+            self._replace(member, f"no answer in {self.config.request_timeout_s:g} s (rollout.request_timeout_s)")
+
+    def _lost(self, member: Member) -> None:
+        assert isinstance(member.process, WorkerProcess)
+        code = member.process.wait(1.0)
+        reason = f"generator worker {member.process.index} died (exit code {code}){log_tail(member.process.log_path)}"
+        self._count_failure(member, reason)
+        self._replace(member, reason)
 
     def _replace(self, member: Member, reason: str) -> None:
         """End a worker, start another in its place with the weights of now, and hand its requests out again."""
+        assert isinstance(member.process, WorkerProcess)
+        index = member.process.index
         member.process.kill()
-        self._count_failure(reason + self._log_tail(member))
         self.num_restarts += 1
-        self.on_event("worker_restart", {"worker": member.process.index, "reason": reason})
-        new = Member(self._spawn(member.process.index))
-        self.members[self.members.index(member)] = new
+        self.on_event("worker_restart", {"worker": index, "reason": reason})
+        process = WorkerProcess(index, self.fd, self.log_dir, self.config.num_threads)
+        self.members[self.members.index(member)] = Member(process, failures_in_a_row=member.failures_in_a_row)
         if self._spec is not None:
-            self._send(new, "init", (self._spec, self.config.in_flight_sync))
+            process.send(("init", (self._spec, self.config.in_flight_sync)))
         if self._payload is not None:
-            self._send(new, "sync", self._payload)
-        started = [request for serial, request in member.requests.items() if serial in member.started_at]
-        untouched = [request for serial, request in member.requests.items() if serial not in member.started_at]
-        self._retry(started, reason)
-        if untouched:
-            self.submit(untouched)
+            process.send(("sync", self._payload))
+        self.submit(request for serial, request in member.requests.items() if serial not in member.started_at)
+        self._retry([request for serial, request in member.requests.items() if serial in member.started_at], reason)
 
-    def _log_tail(self, member: Member) -> str:
-        text = member.process.log_path.read_text(errors="replace").strip()
-        return f"\nlast lines of {member.process.log_path}:\n" + "\n".join(text.splitlines()[-15:]) if text else ""
-
-    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+    def _wait_until(
+        self, done: Callable[[Member], bool], what: str, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
         deadline = time.monotonic() + self.config.startup_timeout_s
-        while not done():
+        while late := [member for member in self.members if not done(member)]:
+            late[0].process.connection.poll(0.02)
             for member in list(self.members):
-                member.process.connection.poll(0.02)
                 self._receive(member)
+                self._check_time(member)
+            if should_stop():
+                raise Interrupted
             if time.monotonic() > deadline:
-                late = [m.process.index for m in self.members if not m.ready or self._payload is not None]
-                raise RunFailed(f"generator worker {late} did not {what} in {self.config.startup_timeout_s:g} s")
+                names = ", ".join(str(member.process.index) for member in late)
+                raise RunFailed(
+                    f"generator worker {names} did not {what} in {self.config.startup_timeout_s:g} s"
+                    " (rollout.startup_timeout_s)"
+                )
+
+
+def log_tail(path: Path, num_lines: int = 15) -> str:
+    """The last lines of a worker's log, for an error message."""
+    lines = path.read_text(errors="replace").strip().splitlines()[-num_lines:]
+    return "\n".join([f"; the last lines of {path}:", *lines]) if lines else ""

@@ -7,15 +7,20 @@ however that happens, it dies too.
 
 import ctypes
 import os
+import pickle
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from ..config.schema import RolloutConfig
 
@@ -35,7 +40,11 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
 
 
 class WorkerProcess:
-    """One generator worker's process and the connection to it."""
+    """One generator worker's process and the connection to it.
+
+    What is sent goes through a thread, so that a worker that hangs, or is still busy with its imports, never keeps the
+    trainer waiting at a full pipe.
+    """
 
     def __init__(self, index: int, weights_fd: int, log_dir: Path, num_threads: int) -> None:
         self.index = index
@@ -53,33 +62,40 @@ class WorkerProcess:
                 env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             )
         theirs.close()
-        self.connection = Connection(ours.detach())
+        self.connection: Connection[Any, Any] = Connection(ours.detach())
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, daemon=True)
+        self._sender.start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def exit_code(self) -> int | None:
-        """None while it lives."""
-        return self._process.poll()
+    def send(self, message: tuple[str, Any]) -> None:
+        """Never waits. That a worker is gone shows when something is received from it."""
+        self._outgoing.put(pickle.dumps(message))
+
+    def _send_all(self) -> None:
+        while (data := self._outgoing.get()) is not None:
+            try:
+                self.connection.send_bytes(data)
+            except OSError:
+                return
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit code, minus the signal where one ended it; None if it still lives after that time."""
+        try:
+            return self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return None
 
     def kill(self) -> None:
+        """End it at once; nothing happens if it has ended."""
         self._process.kill()
         self._process.wait()
+        self._outgoing.put(None)
+        self._sender.join(1.0)  # its write fails, as nobody is left to read
         self.connection.close()
-
-    def close(self, timeout_s: float = 3.0) -> None:
-        """Ask it to end, and see that it does."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            self.connection.send(("stop", None))
-        except OSError:
-            pass  # it is dead already
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
-        self.kill()
 
 
 @dataclass
@@ -90,12 +106,22 @@ class Spawned:
     processes: list[WorkerProcess]
 
     def close(self) -> None:
-        for process in self.processes:
-            process.close(timeout_s=0.0)
+        end_all(self.processes, timeout_s=0.0)
         self.processes = []
         if self.weights_fd >= 0:
             os.close(self.weights_fd)
             self.weights_fd = -1
+
+
+def end_all(processes: Iterable[WorkerProcess], timeout_s: float = 3.0) -> None:
+    """Ask processes to end, and see that they do within that time, all together."""
+    processes = list(processes)
+    for process in processes:
+        process.send(("stop", None))
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.wait(deadline - time.monotonic())
+        process.kill()
 
 
 def spawn_workers(config: RolloutConfig, log_dir: Path) -> Spawned:

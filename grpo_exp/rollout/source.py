@@ -16,11 +16,11 @@ import numpy as np
 from torch import nn
 
 from ..config.schema import Config, RewardErrors
-from ..errors import RunFailed
+from ..errors import Interrupted, RunFailed
 from ..tasks import Row, Task
 from ..tasks.rewards import RewardRunner
 from .buffer import GroupBuffer, GroupCounts
-from .pool import Failed, OnEvent, WorkerPool
+from .pool import Failed, OnEvent, Retried, WorkerPool
 from .sampling import derive_seed
 from .stream import PromptStream
 from .types import Generated, Group, Request, Rollout
@@ -33,10 +33,6 @@ class Codec(Protocol):
 
     def encode(self, row: Row) -> list[int]: ...
     def decode(self, row: Row, token_ids: list[int]) -> Any: ...
-
-
-class Interrupted(Exception):
-    """The run was asked to stop while it waited."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +98,8 @@ class RolloutSource:
         """
         self._progress = time.monotonic()
         while True:
+            if self.should_stop():  # also where batches are always ready
+                raise Interrupted
             self._start_groups(steps_left)
             self._drop_stale()
             batch = self.buffer.take(self.version, last=self.stream.exhausted)
@@ -109,8 +107,6 @@ class RolloutSource:
                 return batch
             if self.stream.exhausted and not self.buffer.num_held:
                 return None
-            if self.should_stop():
-                raise Interrupted
             self.pump()
 
     def pump(self, timeout_s: float = 0.5) -> None:
@@ -120,14 +116,14 @@ class RolloutSource:
         if waitables:
             wait(waitables, timeout_s if due_s is None else min(timeout_s, due_s))
         for item in self.pool.poll():
-            self._progress = time.monotonic()
-            if isinstance(item, Failed):
-                self._fail(item.serial, item.reason)
-            elif item.serial < 0:
-                self._evaluated[item.serial] = item.rollouts[0]
-                self._reward_evaluation(item)
-            else:
-                self._reward(item)
+            match item:
+                case Failed():
+                    self._fail(item.serial, item.reason)
+                case Retried():
+                    if item.serial >= 0:
+                        self.buffer.restart(item.serial, item.version)
+                case Generated():
+                    self._generated_one(item)
         self._collect_rewards()
         if time.monotonic() - self._progress > self.config.trainer.stall_timeout_s:
             raise RunFailed(f"no group was finished in {self.config.trainer.stall_timeout_s:g} s: {self._state()}")
@@ -137,7 +133,9 @@ class RolloutSource:
         self.pool.wait_synced()
         rows = self.task.eval
         requests = [
-            self._request(-(2 * index + 1 + greedy), row, 1, 0.0 if greedy else None, derive_seed(EVAL_TAG, version, index))
+            self._request(
+                -(2 * index + 1 + greedy), row, 1, 0.0 if greedy else None, derive_seed(EVAL_TAG, version, index)
+            )
             for greedy in (0, 1)
             for index, row in enumerate(rows)
         ]
@@ -156,8 +154,7 @@ class RolloutSource:
     def resume(self, cursor: int, open_serials: list[int], counts: dict[str, int]) -> None:
         """Go on in the data where a checkpoint was: groups that were open then are started again, first of all."""
         self.stream.cursor, self.stream.again = cursor, list(open_serials)
-        self.buffer.counts = GroupCounts(**counts)
-        self.buffer.counts.started -= len(open_serials)
+        self.buffer.counts, self.buffer.reopened = GroupCounts(**counts), set(open_serials)
 
     def close(self) -> None:
         self.rewards.close()
@@ -187,11 +184,21 @@ class RolloutSource:
             size = self.config.algo.group_size
             self.pool.submit([self._request(serial, self.stream.row(serial), size) for serial in serials])
 
-    def _reward(self, generated: Generated) -> None:
+    def _generated_one(self, generated: Generated) -> None:
         problem = next((p for rollout in generated.rollouts if (p := rollout.problem())), None)
+        expected = self.config.algo.group_size if generated.serial >= 0 else 1
+        if problem is None and len(generated.rollouts) != expected:
+            problem = f"{len(generated.rollouts)} of {expected} are there"
         if problem is not None:
-            self._fail(generated.serial, f"a completion was not usable: {problem}")
-            return
+            self._fail(generated.serial, f"the completions of a group were not usable: {problem}")
+        elif generated.serial < 0:
+            self._evaluated[generated.serial] = generated.rollouts[0]
+            self._progress = time.monotonic()
+            self._reward_evaluation(generated)
+        else:
+            self._reward(generated)
+
+    def _reward(self, generated: Generated) -> None:
         row = self.stream.row(generated.serial)
         completions = [self.codec.decode(row, rollout.token_ids) for rollout in generated.rollouts]
         self._generated[generated.serial] = generated
@@ -206,10 +213,10 @@ class RolloutSource:
 
     def _collect_rewards(self) -> None:
         for result in self.rewards.poll():
-            self._progress = time.monotonic()
             if result.error is not None and self.config.task.reward_errors is RewardErrors.fail:
                 raise RunFailed(result.error)
             if result.serial < 0:
+                self._progress = time.monotonic()
                 self._evaluation_rewards[result.serial] = result.rewards[0]
                 continue
             generated = self._generated.pop(result.serial)
@@ -220,6 +227,7 @@ class RolloutSource:
             row = self.stream.row(result.serial)
             group = Group(result.serial, self.codec.encode(row), row, generated.rollouts, oldest, result.rewards)
             self.buffer.finish(group)
+            self._progress = time.monotonic()
 
     def _fail(self, serial: int, reason: str) -> None:
         if serial < 0:
@@ -230,7 +238,8 @@ class RolloutSource:
     def _drop_stale(self) -> None:
         for group in self.buffer.drop_stale(self.version):
             lag = self.version - group.version
-            self.on_event("stale_drop", {"group": group.serial, "lag": lag, "lags": dict(self.buffer.stale_lags)})
+            lags = {str(known): count for known, count in sorted(self.buffer.stale_lags.items())}
+            self.on_event("stale_drop", {"group": group.serial, "lag": lag, "lags": lags})
 
     def _accuracy(self, rows: list[Row], rollouts: list[Rollout]) -> float | None:
         if self.task.accuracy is None or not rows:

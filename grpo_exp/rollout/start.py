@@ -30,7 +30,7 @@ def start_source(
     """Workers with their engines built, and the source over them. Nothing is left running if that fails."""
     pool = WorkerPool(config.rollout, spawned or spawn_workers(config.rollout, log_dir), log_dir, on_event)
     try:
-        pool.initialise(engine_spec(config, precision, device))
+        pool.initialise(engine_spec(config, precision, device), should_stop)
         return RolloutSource(config, task, codec, pool, on_event, should_stop)
     except BaseException:
         pool.close()

@@ -32,6 +32,7 @@ class Request:
     temperature: float
     seed: int
     evaluation: bool = False
+    alone: bool = False  # not to be decoded together with others: it was among them when something went wrong
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ New weights are loaded between two decode steps (in-flight) or between two batch
 the process ends when its connection does.
 """
 
+import os
 import queue
 import signal
 import sys
@@ -44,7 +45,7 @@ def take_batch(waiting: deque[Request], batch_size: int) -> list[Request]:
     batch: list[Request] = []
     room = batch_size
     for request in [r for r in waiting if r.evaluation == evaluation]:
-        if batch and request.num_completions > room:
+        if batch and (request.alone or batch[0].alone or request.num_completions > room):
             break
         batch.append(request)
         room -= request.num_completions
@@ -53,7 +54,7 @@ def take_batch(waiting: deque[Request], batch_size: int) -> list[Request]:
 
 
 class Stop(BaseException):
-    """Raised where a stop message arrives, also in the middle of a batch: no handler of errors may catch it."""
+    """The trainer has no more work, or is gone. Also raised in the middle of a batch: no handler of errors may catch it."""
 
 
 class WorkerLoop:
@@ -83,7 +84,7 @@ class WorkerLoop:
         except Exception:
             self.send(("sync_failed", (payload.version, traceback.format_exc())))
             return
-        self.send(("synced", (payload.version, held, time.perf_counter() - start)))
+        self.send(("synced", (payload.version, held, time.perf_counter() - start, self.engine.observed())))
 
     def run_batch(self, drain: Any) -> None:
         """Decode one batch, if there is work. ``drain`` receives what has come in meanwhile."""
@@ -107,8 +108,6 @@ class WorkerLoop:
                 open_serials.remove(generated.serial)
                 num_tokens += sum(len(rollout.token_ids) for rollout in generated.rollouts)
                 self.send(("generated", generated))
-        except (EOFError, ConnectionResetError):
-            raise
         except Exception:
             error = traceback.format_exc()
         if open_serials:
@@ -120,6 +119,10 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in a terminal reaches the whole group; the trainer decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for fd in sys.argv[1:3]:
+        os.set_inheritable(
+            int(fd), False
+        )  # a process that an engine starts must not keep the trainer's connection open
     connection, weights_fd = Connection(int(sys.argv[1])), int(sys.argv[2])
     outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()  # so that a full pipe never keeps this process from reading
 
@@ -134,32 +137,37 @@ def main() -> None:
     sender.start()
     try:
         serve(connection, weights_fd, outgoing.put)
-    except (Stop, EOFError, ConnectionResetError):
-        return  # the trainer has no more work, or is gone
+    except Stop:
+        return
     except Exception:
         outgoing.put(("died", traceback.format_exc()))
     outgoing.put(None)
     sender.join(5.0)
 
 
+def receive(connection: "Connection[Any, Any]") -> tuple[str, Any]:
+    """The next message; :class:`Stop` where there will be no more."""
+    try:
+        kind, body = connection.recv()
+    except (EOFError, ConnectionError):
+        raise Stop from None
+    if kind == "stop":
+        raise Stop
+    return kind, body
+
+
 def serve(connection: Connection, weights_fd: int, send: Any) -> None:
     """Receive and work until a stop message or the end of the connection."""
     from . import hf  # noqa: F401  (imported before the spec is there: it takes seconds)
 
-    kind, body = connection.recv()
-    if kind == "stop":
-        return
-    spec, in_flight = body
+    _, (spec, in_flight) = receive(connection)
     loop = WorkerLoop(build_engine(spec), spec, weights_fd, in_flight, send)
     send(("ready", loop.engine.observed()))
 
     def drain(block: bool = False) -> None:
         while block or connection.poll(0):
-            kind, body = connection.recv()
             block = False
-            if kind == "stop":
-                raise Stop
-            loop.handle(kind, body)
+            loop.handle(*receive(connection))
 
     while True:
         drain(block=not loop.waiting and loop.pending_sync is None)

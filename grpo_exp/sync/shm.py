@@ -41,8 +41,11 @@ class Payload:
 
 def canonical_name(name: str) -> str:
     """A parameter's name in the checkpoint: without what wrappers put in front of it or in between."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "") if wrapper.startswith("_") else name.removeprefix(wrapper)
+    before = ""
+    while before != name:  # wrappers come in any order
+        before = name
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "") if wrapper.startswith("_") else name.removeprefix(wrapper)
     return name.replace(".base_layer.", ".")
 
 
@@ -104,12 +107,11 @@ def read(fd: int, payload: Payload) -> Iterator[tuple[str, Tensor]]:
         yield slot.name, torch.frombuffer(memory, dtype=payload.dtype, count=count, offset=slot.offset).view(slot.shape)
 
 
-@torch.no_grad()
-def load_into(model: nn.Module, payload: Payload, fd: int) -> int:
-    """Copy a payload into an engine's model and return the checksum of what the model then holds.
+def check_fit(model: nn.Module, payload: Payload) -> None:
+    """Whether a payload holds just the parameters of a model, by name and shape.
 
     Raises:
-        RunFailed: listing names that are missing or unknown, before anything is changed.
+        RunFailed: listing names that are missing or unknown, or whose shapes differ.
     """
     expected: Mapping[str, Tensor] = unique_parameters(model)
     sent = {slot.name for slot in payload.slots}
@@ -119,6 +121,16 @@ def load_into(model: nn.Module, payload: Payload, fd: int) -> int:
     wrong = [slot.name for slot in payload.slots if slot.shape != tuple(expected[slot.name].shape)]
     if wrong:
         raise RunFailed(f"weights do not fit the generator: other shapes for {wrong}")
+
+
+@torch.no_grad()
+def load_into(model: nn.Module, payload: Payload, fd: int) -> int:
+    """Copy a payload that fits into an engine's model and return the checksum of what the model then holds.
+
+    Raises:
+        RunFailed: if that is not what was sent.
+    """
+    expected = unique_parameters(model)
     for name, tensor in read(fd, payload):
         expected[name].copy_(tensor)
     held = checksum(expected[slot.name] for slot in payload.slots)
