@@ -40,7 +40,8 @@ def linear_head(model: "PreTrainedModel") -> nn.Linear | None:
 
     handles = [body.register_forward_hook(from_body), head.register_forward_hook(through_head)]
     try:
-        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)).logits
+        # several ids, since the embedding of a padding token is 0
+        logits = model(input_ids=torch.arange(min(8, head.out_features), device=head.weight.device)[None]).logits
     finally:
         for handle in handles:
             handle.remove()

@@ -186,7 +186,9 @@ def test_a_loss_scale_that_cannot_work_is_refused(scale: LossScaleConfig):
     assert len(site_problems(PrecisionConfig(loss_scale=scale), {})) == 1
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+)
 def test_a_checkpoint_says_what_it_is_stored_in(dtype: torch.dtype, name: str, tmp_path: Path):
     assert checkpoint_dtype(checkpoint(Family.llama, dtype)) == name
     save_file({"ids": torch.zeros(1, dtype=torch.int64), "w": torch.zeros(2, dtype=dtype)}, tmp_path / "m.safetensors")
