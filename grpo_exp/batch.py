@@ -27,6 +27,7 @@ class MicroBatch:
     advantages: Tensor  # [n]: of the token's sequence
     weights: Tensor  # [n]: the loss weight of the token's sequence
     sequence: Tensor  # [n] int64: index of the sequence in the step
+    has_gradient: bool  # False: every advantage or weight is 0, so a forward pass for the metrics is all it takes
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,22 @@ def build_batch(
         included = included & torch.tensor([rollout.finished for rollout in rollouts])
     weights = sequence_weights(lengths, included, algo.normalization, max_completion_tokens)
     sizes = [len(prompt) + len(rollout.token_ids) for prompt, rollout in zip(prompts, rollouts, strict=True)]
+    values = advantages.values.flatten()
+    contributes = (values != 0) & (weights != 0)
+    if not contributes.any():  # a gradient of zeros all the same: AdamW goes on with its momentum
+        contributes = torch.ones_like(contributes)
     micro_batches = [
-        _micro_batch(rows, prompts, rollouts, advantages.values.flatten(), weights, device)
-        for rows in cut(sizes, tokens_per_micro_batch)
+        _micro_batch(rows, prompts, rollouts, values, weights, device, has_gradient)
+        for has_gradient in (True, False)
+        for rows in cut(sizes, contributes.eq(has_gradient).nonzero()[:, 0].tolist(), tokens_per_micro_batch)
     ]
     return StepBatch(groups, rollouts, rewards, advantages, included, micro_batches)
 
 
-def cut(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Rows into micro-batches of similar length whose padded size stays within a budget of tokens; one row at least."""
+def cut(sizes: Sequence[int], rows: Sequence[int], budget: int) -> list[list[int]]:
+    """Some rows into micro-batches of similar length whose padded size stays within a budget of tokens; one row at least."""
     parts: list[list[int]] = []
-    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
+    for row in sorted(rows, key=lambda row: (-sizes[row], row)):
         # rows come longest first, so the first row of a part is its width
         if parts and (len(parts[-1]) + 1) * sizes[parts[-1][0]] <= budget:
             parts[-1].append(row)
@@ -89,6 +95,7 @@ def _micro_batch(
     advantages: Tensor,
     weights: Tensor,
     device: torch.device,
+    has_gradient: bool,
 ) -> MicroBatch:
     width = max(len(prompts[row]) + len(rollouts[row].token_ids) for row in rows)
     input_ids = np.zeros((len(rows), width), dtype=np.int64)
@@ -110,4 +117,5 @@ def _micro_batch(
         advantages=advantages[sequence].to(device),
         weights=weights[sequence].to(device),
         sequence=sequence.to(device),
+        has_gradient=has_gradient,
     )

@@ -25,7 +25,8 @@ class PassRunner:
 
     def run_micro_batch(self, micro_batch: MicroBatch, scale: float) -> dict[str, Tensor]:
         """Forward and backward: adds to the gradients; returns the loss, [1], and per-token tensors by name, [n]."""
-        new, entropy = self.policy.logprobs(micro_batch.tokens, self.temperature)
+        with torch.set_grad_enabled(micro_batch.has_gradient):
+            new, entropy = self.policy.logprobs(micro_batch.tokens, self.temperature)
         # one pass per step: the weights at its start are those of this very pass
         old = new.detach()
         denominator = old if self.algo.old_logprobs is OldLogprobs.recompute else micro_batch.mu
@@ -39,7 +40,8 @@ class PassRunner:
             self.algo.dual_clip,
         )
         loss = (policy_loss.per_token[:, 0] * micro_batch.weights).sum()
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        if micro_batch.has_gradient:
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
         return {
             "loss": loss.detach()[None],
             "new": old,
