@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers import AutoModelForCausalLM as Auto
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from grpo_exp import assets
 
