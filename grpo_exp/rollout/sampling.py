@@ -30,10 +30,10 @@ def derive_seed(*parts: int) -> int:
 
 
 def uniforms(seeds: list[int], num_positions: int) -> NDArray[np.float64]:
-    """Uniforms in [0, 1): [len(seeds), num_positions], 53 bits each."""
+    """Uniforms in [0, 1): [len(seeds), num_positions]. 52 bits each: times a total near 1, none rounds up to that total."""
     base = splitmix64(np.array(seeds, dtype=np.uint64))[:, None]
     words = splitmix64(base ^ splitmix64(np.arange(num_positions, dtype=np.uint64))[None])
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (words >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def sample(log_p: Tensor, uniform: Tensor) -> Tensor:
