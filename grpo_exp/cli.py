@@ -1,25 +1,40 @@
 """The command line: ``grpo-exp [overrides]``, ``-m`` for sweeps, and a few commands. Imports no torch."""
 
+import difflib
+import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .errors import ConfigError
+from .errors import ConfigError, RunFailed
 
-COMMANDS = {
-    "compare": "what came of some runs, side by side",
-    "resume": "go on from the last checkpoint of a run folder",
-}
+if TYPE_CHECKING:
+    from .config.compose import Composed
+
+COMMANDS = ("compare", "resume")
 
 
 def main() -> None:
     """Entry point of ``grpo-exp``."""
-    argv = sys.argv[1:]
     try:
-        sys.exit(dispatch(argv))
+        code = dispatch(sys.argv[1:])
+        sys.stdout.flush()
     except ConfigError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
+        code = complain(error, 2)
+    except RunFailed as error:
+        code = complain(error, 1)
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # "| head" has seen enough; without this, Python complains again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+def complain(error: Exception, code: int) -> int:
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return code
 
 
 def dispatch(argv: list[str]) -> int:
@@ -30,16 +45,23 @@ def dispatch(argv: list[str]) -> int:
             return compare(rest)
         case ["resume", *rest]:
             return resume(rest)
-        case [word, *_] if word.isidentifier():
-            known = "".join(f"\n  {name:8} {what}" for name, what in COMMANDS.items())
-            raise ConfigError("command", word, f"KEY=VALUE overrides, or one of:{known}")
+        case ["--version"]:
+            from . import __version__
+
+            print(f"grpo-exp {__version__}")
+            return 0
+        case [word, *_] if word.replace("-", "_").isidentifier() and not word.startswith("-"):
+            near = difflib.get_close_matches(word, COMMANDS, n=1)
+            fix = f"did you mean {near[0]}?" if near else "grpo-exp --help explains them"
+            raise ConfigError("command", word, ["KEY=VALUE", *COMMANDS], fix)
         case _:
+            from .checks import find_problems
             from .config.compose import run_app
 
-            return run_app(argv, run_one)
+            return run_app(argv, run_one, find_problems)
 
 
-def run_one(job: "Composed") -> int:  # type: ignore[name-defined]  # noqa: F821
+def run_one(job: "Composed") -> int:
     """A single run: make its folder, run it here."""
     from .launch.local import run_here
 

@@ -20,7 +20,7 @@ import yaml
 from .config.compose import to_typed
 from .config.schema import Config
 from .errors import ConfigError, RunFailed
-from .folder import RunFolder, State
+from .folder import RunFolder, State, read_status
 from .progress import ConsoleProgress
 from .rollout.process import Spawned, die_with_parent, spawn_workers
 from .tasks import build as build_task
@@ -31,64 +31,82 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("grpo_exp")
 
+IN_USE = 75
+"""Exit code where another process is running in the folder: nothing is wrong with the run."""
+
 
 @dataclass
 class StopSignal:
-    """The first SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 asks the run to stop at the next step boundary; a second one ends it."""
+    """The first SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 asks the run to stop at the next step boundary; a second one ends it.
+
+    Before training has begun there is nothing to be saved, and the first one ends it too.
+    """
 
     number: int | None = None
+    training: bool = False
 
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._received)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
-            raise KeyboardInterrupt(f"second signal {number}")
-        self.number = number
+        first, self.number = self.number is None, self.number or number
+        if not (first and self.training):
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
     def __call__(self) -> bool:
         return self.number is not None
 
     @property
     def name(self) -> str:
-        return signal.Signals(self.number).name if self.number is not None else ""
+        return signal.Signals(self.number or signal.SIGINT).name
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + (self.number or signal.SIGINT)
 
 
 def execute(path: Path, resume: bool, console: bool = True) -> int:
     """Run a prepared run folder in this process and return the exit code."""
-    stop = StopSignal()
-    stop.install()
-    folder = RunFolder(path)
+    folder, stop = RunFolder(path), StopSignal()
     try:
         folder.lock()
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    spawned, tracker = None, None
+        return IN_USE
+    if (read_status(path) or {}).get("state") == "done":  # by another process, since it was decided to run this
+        print(f"done already: {path}")
+        folder.close()
+        return 0
+    stop.install()
+    spawned, tracker, progress = None, None, ConsoleProgress(path) if console else None
     code = 1
     try:
         config = to_typed(yaml.safe_load((path / "config.yaml").read_text()))
         set_environment(config)
         spawned = spawn_workers(config.rollout, folder.logs)
         tracker = start_tracker(config, folder, path)
-        trainer = build_trainer(config, folder, spawned, tracker, stop, console)
+        trainer = build_trainer(config, folder, spawned, tracker, stop, [progress] if progress else [])
+        stop.training = True
         state = trainer.train(resume_from_checkpoint=resume)
-        code = 0 if state is State.done else 128 + (stop.number or signal.SIGTERM)
+        code = 0 if state is State.done else stop.exit_code
         if state is State.preempted:
-            folder.status = trainer.folder.status
             folder.update(exit_code=code, reason=stop.name)
+            print(f"stopped by {stop.name} after step {folder.status.step}: `grpo-exp resume {path}` goes on", file=sys.stderr)
     except ConfigError as error:
         code = 2
         _record_failure(folder, error, code)
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
-    except KeyboardInterrupt as error:
-        code = 128 + (stop.number or signal.SIGINT)
-        _record_failure(folder, error, code)
+    except KeyboardInterrupt:
+        code = stop.exit_code
+        folder.end(State.preempted, code, f"{stop.name}, at once")
     except Exception as error:
         _record_failure(folder, error, code)
         print(f"error: {first_line(error)}\n  {path / 'status.json'} has the traceback", file=sys.stderr)
     finally:
+        stop.training = True  # what follows has to be done, and takes no time
+        if progress is not None:
+            progress.close()
         if spawned is not None:
             spawned.close()
         if tracker is not None:
@@ -127,7 +145,7 @@ def start_tracker(config: Config, folder: RunFolder, path: Path) -> Tracker:
 
 
 def build_trainer(
-    config: Config, folder: RunFolder, spawned: Spawned, tracker: Tracker, stop: StopSignal, console: bool
+    config: Config, folder: RunFolder, spawned: Spawned, tracker: Tracker, stop: StopSignal, callbacks: list[Any]
 ) -> "AsyncGRPOTrainer":
     """The two objects of the library, from a configuration."""
     from transformers.utils import logging as transformers_logging
@@ -135,9 +153,8 @@ def build_trainer(
     from .args import AsyncGRPOConfig
     from .trainer import AsyncGRPOTrainer
 
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     task = build_task(config.task)
-    callbacks: list[Any] = [ConsoleProgress(folder.path)] if console else []
     return AsyncGRPOTrainer(
         model=config.model.name_or_path,
         reward_funcs=task.reward_funcs,
@@ -167,10 +184,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m grpo_exp.run", description="Run a prepared run folder.")
     parser.add_argument("run", type=Path)
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
-    parser.add_argument("--tied", action="store_true", help="stop when the parent process ends")
+    parser.add_argument("--tied", type=int, metavar="PID", help="stop when the parent process, which has this id, ends")
     arguments = parser.parse_args(argv)
     if arguments.tied:
         die_with_parent(signal.SIGTERM)
+        if os.getppid() != arguments.tied:  # it ended before that took effect
+            return 128 + signal.SIGTERM
     warnings.filterwarnings("default", module="grpo_exp")
     return execute(arguments.run.resolve(), arguments.resume, console=False)
 

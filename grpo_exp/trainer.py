@@ -23,7 +23,7 @@ from .batch import StepBatch, build_batch
 from .bounds import Bounds
 from .callbacks import Callbacks
 from .checkpoint import Progress
-from .config.validate import check
+from .checks import check
 from .device import compute_device
 from .errors import ConfigError, Interrupted, RunFailed
 from .folder import RunFolder, State

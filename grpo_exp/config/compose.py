@@ -1,4 +1,4 @@
-"""The only file that knows Hydra: from a command line or option names to the typed configuration.
+"""From a command line or option names to the typed configuration. This and ``messages`` are the only files that know Hydra.
 
 Imports no torch. Errors of Hydra and OmegaConf become :class:`ConfigError`, one or two lines with what to do.
 """
@@ -6,63 +6,85 @@ Imports no torch. Errors of Hydra and OmegaConf become :class:`ConfigError`, one
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, ConfigErrors
-from .schema import Config, PrecisionConfig, default_config
+from .messages import did_you_mean_option, explain, explain_interpolation, explain_value
+from .schema import Config, PrecisionConfig
 from .sites import SPELLINGS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF_DIR = next(folder for folder in (PACKAGE / "conf", PACKAGE.parent / "conf") if folder.is_dir())
-OPEN_KEYS = ("model.init_kwargs.",)  # dictionaries to which a command line may add keys without a "+"
+OPEN_KEYS = ("model.init_kwargs.", "model.init_kwargs=")  # dictionaries that a command line may fill without a "+"
+ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 ConfigStore.instance().store(name="schema", node=Config, provider="grpo_exp")
 
 
 @dataclass(frozen=True)
 class Composed:
-    """One job as Hydra composed it: the configuration and where it came from."""
+    """One job as Hydra composed it: the configuration, where it came from, and the folder in which the command was given."""
 
     config: DictConfig
     choices: dict[str, str]
     overrides: list[str]
+    start: Path
 
 
-def run_app(argv: list[str], run_one: Callable[[Composed], int]) -> int:
+def run_app(
+    argv: list[str], run_one: Callable[[Composed], int], find_problems: Callable[[Config], list[ConfigError]]
+) -> int:
     """Run the command line as a Hydra application and return the exit code.
 
     Args:
         argv: without the program's name.
         run_one: called with the composed job of a single run; a sweep goes to the launcher instead.
+        find_problems: what is wrong with a configuration, for a complete list where Hydra refuses an override.
+
+    Raises:
+        ConfigError: for whatever Hydra does not accept, and what ``run_one`` raises.
     """
     codes: list[int] = []
+    errors: list[ConfigError] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     def app(config: DictConfig) -> None:
-        codes.append(run_one(composed(config, HydraConfig.get().overrides.task)))
+        try:
+            codes.append(run_one(composed(config, _as_given(HydraConfig.get().overrides.task))))
+        except ConfigError as error:
+            if not is_single_run():
+                raise
+            errors.append(error)  # past Hydra, which would announce it in words of its own
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and exiting with 1
     sys.argv = ["grpo-exp", *normalise(argv)]
     try:
         app()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise translate(error, argv) from None
+    except ERRORS as error:
+        raise _every_problem(explain(error, argv), argv, find_problems) from None
+    except ValueError as error:
+        if isinstance(error, ConfigError) or not _is_raised_by_hydra(error):
+            raise
+        raise explain_value(error, argv) from None
+    if errors:
+        raise errors[0]
     return max(codes, default=0)
 
 
-def composed(config: DictConfig, overrides: list[str]) -> Composed:
+def composed(config: DictConfig, overrides: Sequence[str]) -> Composed:
     """Split what Hydra hands to a job into the configuration and Hydra's own part."""
     node = HydraConfig.get() if "hydra" not in config else config.hydra
     choices = {
@@ -70,8 +92,17 @@ def composed(config: DictConfig, overrides: list[str]) -> Composed:
         for group, option in node.runtime.choices.items()
         if not group.startswith("hydra/") and option is not None
     }
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    return Composed(plain, choices, list(overrides))
+    values = OmegaConf.to_container(config, enum_to_str=True)
+    assert isinstance(values, dict)
+    values.pop("hydra", None)
+    return Composed(OmegaConf.create(values), choices, list(overrides), Path(node.runtime.cwd))
+
+
+def _as_given(overrides: Any) -> list[str]:
+    """Hydra's list of overrides without resolving what they refer to."""
+    given = OmegaConf.to_container(overrides)
+    assert isinstance(given, list)
+    return given
 
 
 def compose(overrides: list[str]) -> Composed:
@@ -83,9 +114,43 @@ def compose(overrides: list[str]) -> Composed:
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
             config = hydra.compose("config", overrides=normalise(overrides), return_hydra_config=True)
-            return composed(config, list(config.hydra.overrides.task))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise translate(error, overrides) from None
+            config.hydra.runtime.cwd = os.getcwd()
+            return composed(config, _as_given(config.hydra.overrides.task))
+    except ERRORS as error:
+        raise explain(error, overrides) from None
+
+
+def compose_jobs(context: HydraContext, config: DictConfig, job_overrides: Sequence[Sequence[str]]) -> list[Composed]:
+    """The configuration of every job of a sweep. Composing takes a tenth of a second, so each is composed once.
+
+    Raises:
+        ConfigErrors: every problem of every job, each once.
+    """
+    jobs: list[Composed] = []
+    problems = {str(error): error for error in _launcher_problems(context, job_overrides)}
+    for overrides in job_overrides:
+        try:
+            job = context.config_loader.load_sweep_config(config, list(overrides))
+        except ERRORS as error:
+            problem = explain(error, list(overrides))
+            problems[str(problem)] = problem
+        else:
+            jobs.append(composed(job, overrides))
+    if problems:
+        raise ConfigErrors(list(problems.values()))
+    return jobs
+
+
+def _launcher_problems(context: HydraContext, job_overrides: Sequence[Sequence[str]]) -> Iterator[ConfigError]:
+    """Hydra takes the launcher from what all jobs share: one that a swept file chooses would be ignored without a word."""
+    folders = [Path(e.path.removeprefix("file://")) for e in context.config_loader.get_search_path().get_path()]
+    swept = {(key, value) for levels in varied_keys(job_overrides) for key, value in levels.items()}
+    for group, option in sorted(swept):
+        files = [folder / group / f"{option}.yaml" for folder in folders]
+        text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
+        if re.search(r"^\s*-?\s*(override\s+)?/?hydra/launcher\s*:", text, re.M):
+            fix = "it chooses a launcher, which a file that is swept cannot do: add hydra/launcher=NAME to the command"
+            yield ConfigError(group, option, "", fix)
 
 
 def to_typed(config: DictConfig | dict[str, Any]) -> Config:
@@ -94,17 +159,77 @@ def to_typed(config: DictConfig | dict[str, Any]) -> Config:
     Raises:
         ConfigErrors: for values that are missing, have the wrong type, or cannot be resolved.
     """
+    given = OmegaConf.create(config) if isinstance(config, dict) else config
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(Config), config)
-        missing = sorted(OmegaConf.missing_keys(typed))
-        if missing:
-            raise ConfigErrors([ConfigError(key, "???", "", f"has no default: set {key}=…") for key in missing])
+        typed = OmegaConf.merge(OmegaConf.structured(Config), given)
+        problems = list(_unresolved(given, typed))
+        if not problems:
+            missing = sorted(OmegaConf.missing_keys(given) | OmegaConf.missing_keys(typed))
+            problems = [ConfigError(key, "???", "", f"has no default: set {key}=…") for key in missing]
+        if problems:
+            raise ConfigErrors(problems)
         OmegaConf.resolve(typed)
         result = OmegaConf.to_object(typed)
     except OmegaConfBaseException as error:
-        raise translate(error, []) from None
+        values = [f"{key}={value}" for key, value in _leaves(OmegaConf.to_container(given), "")]
+        raise explain(error, values) from None
     assert isinstance(result, Config)
     return result
+
+
+def _unresolved(given: DictConfig, typed: DictConfig | ListConfig) -> Iterator[ConfigError]:
+    """What refers to something that is not there, or to something that is itself to be filled in."""
+    for key, text in _leaves(OmegaConf.to_container(given), ""):
+        if not isinstance(text, str) or "${" not in text:
+            continue
+        try:
+            value = OmegaConf.select(typed, key, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            yield explain_interpolation(key, text, error)
+        else:
+            if "???" in text and value in (None, "???"):
+                yield ConfigError(key, text, "", "leads to a value that is to be filled in")
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    match value:
+        case dict():
+            for key, item in value.items():
+                yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+        case list():
+            for index, item in enumerate(value):
+                yield from _leaves(item, f"{prefix}[{index}]")
+        case _:
+            yield prefix, value
+
+
+def _every_problem(
+    first: ConfigError, argv: list[str], find_problems: Callable[[Config], list[ConfigError]]
+) -> ConfigError:
+    """The first problem together with those of the other overrides, as Hydra stops at the first."""
+    problems, rest = [first], list(argv)
+    while not any(argument.startswith("-") for argument in rest):
+        guilty = [argument for argument in rest if argument.lstrip("+~").partition("=")[0] == problems[-1].key]
+        if not guilty:
+            break
+        rest = [argument for argument in rest if argument not in guilty]
+        try:
+            problems += find_problems(to_typed(compose(rest).config))
+        except ConfigErrors as errors:
+            problems += errors.errors
+        except ConfigError as error:
+            problems.append(error)
+            continue
+        break
+    return ConfigErrors(problems) if len(problems) > 1 else first
+
+
+def _is_raised_by_hydra(error: BaseException) -> bool:
+    """Whether the innermost frame is Hydra's: a plain ValueError of ours is a bug, and shows its traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("hydra.")
 
 
 def load_precision(option: str) -> PrecisionConfig:
@@ -116,7 +241,7 @@ def load_precision(option: str) -> PrecisionConfig:
     name = precision_option(option)
     options = sorted(path.stem for path in (CONF_DIR / "precision").glob("*.yaml"))
     if name not in options:
-        raise ConfigError("precision", option, options)
+        raise ConfigError("precision", option, options, did_you_mean_option(option, options))
     loaded = OmegaConf.load(CONF_DIR / "precision" / f"{name}.yaml")
     assert isinstance(loaded, DictConfig)
     typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PrecisionConfig), loaded.get("precision", loaded)))
@@ -143,10 +268,10 @@ def normalise(argv: list[str]) -> list[str]:
     return result
 
 
-def varied_keys(jobs: list[list[str]]) -> list[dict[str, str]]:
+def varied_keys(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     """For each job of a sweep, the overrides whose value is not the same in all of them: its factors."""
     parsed = [
-        {o.key_or_group: str(o.get_value_element_as_str()) for o in OverridesParser.create().parse_overrides(job)}
+        {o.key_or_group: str(o.get_value_element_as_str()) for o in OverridesParser.create().parse_overrides(list(job))}
         for job in jobs
     ]
     keys = [key for key in parsed[0] if len({job.get(key) for job in parsed}) > 1] if parsed else []
@@ -155,45 +280,3 @@ def varied_keys(jobs: list[list[str]]) -> list[dict[str, str]]:
 
 def is_single_run() -> bool:
     return bool(HydraConfig.get().mode is RunMode.RUN)
-
-
-def translate(error: Exception, argv: list[str]) -> ConfigError:
-    """One of Hydra's or OmegaConf's errors in the form that users see."""
-    text = str(error) if error.__cause__ is None else f"{error}\n{error.__cause__}"
-    if match := re.search(r"Could not find '([\w/]+)/([^']*)'\s+Available options in '[^']*':\s*(.*)", text, re.S):
-        options = [line.strip() for line in match[3].splitlines() if re.fullmatch(r"\s*[\w.-]+", line)]
-        return ConfigError(match[1], match[2], options)
-    if match := re.search(r"Ambiguous value for argument '([^=]+)=([^']*)'", text):
-        return ConfigError(match[1], match[2], "one value", "several values are a sweep: add -m")
-    if match := re.search(r"Could not override '([^']+)'", text):
-        return ConfigError(match[1], _given(argv, match[1]), _known_keys(match[1]), "no such key")
-    key = next((m[1] for m in re.finditer(r"(?:full_key: |Error merging override )([\w.]+)", text)), "")
-    if match := re.search(r"Environment variable '([^']+)' not found", text):
-        return ConfigError(key or "environment", f"${{oc.env:{match[1]}}}", "", f"set the environment variable {match[1]}")
-    if not key:
-        return _Plain(" ".join(text.split("See https://")[0].split())[:400])
-    if match := re.search(r"expected one of \[([^\]]*)\]", text):
-        return ConfigError(key, _given(argv, key), match[1])
-    details = [line.strip() for line in text.splitlines() if line.strip() and "Error merging" not in line]
-    return ConfigError(key, _given(argv, key), "", details[0] if details else type(error).__name__)
-
-
-def _given(argv: list[str], key: str) -> str:
-    return next((a.partition("=")[2] for a in argv if a.lstrip("+~").startswith(f"{key}=")), "")
-
-
-def _known_keys(key: str) -> str:
-    parent = key.rpartition(".")[0]
-    node = OmegaConf.structured(default_config())
-    found = OmegaConf.select(node, parent) if parent else node
-    return ", ".join(str(k) for k in found) if isinstance(found, DictConfig) else ""
-
-
-class _Plain(ConfigError):
-    """An error of Hydra that names no key: its own words."""
-
-    def __init__(self, text: str) -> None:
-        ValueError.__init__(self, text)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self),)

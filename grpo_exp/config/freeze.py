@@ -6,6 +6,7 @@ What a run starts from is this and nothing else; editing a config file afterward
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 
 from ..errors import ConfigError, ConfigErrors
 from .schema import Config
+from .sites import FOLLOWS, parse_dtype
 
 IGNORED = ("runs_dir", "sweep", "tracker")
 """What does not change what a run computes, so two configurations that differ only here are the same run."""
@@ -34,18 +36,25 @@ class Frozen:
 
 
 def freeze(config: Config) -> Frozen:
-    """Plain values of a typed configuration; relative paths become absolute ones.
+    """Plain values of a typed configuration; relative paths become absolute ones, each dtype gets its one name.
 
     Raises:
         ConfigErrors: if a value is still a placeholder.
     """
     values = _plain(config)
-    unresolved = [ConfigError(key, value, "", "is still a placeholder") for key, value in _flat(values) if _is_open(value)]
+    _name_dtypes(values["precision"], FOLLOWS, "precision")
+    _name_dtypes(values["model"]["init_kwargs"], ("dtype", "torch_dtype"), "model.init_kwargs")
+    unresolved = [
+        ConfigError(key, value, "", "is still a placeholder") for key, value in _flat(values) if _is_open(value)
+    ]
     if unresolved:
         raise ConfigErrors(unresolved)
     for key in ("path", "eval_path"):
         if values["task"][key] is not None:
             values["task"][key] = str(Path(values["task"][key]).expanduser().resolve())
+    file, colon, function = str(values["task"]["reward"] or "").rpartition(":")
+    if colon and file.endswith(".py"):
+        values["task"]["reward"] = f"{Path(file).expanduser().resolve()}:{function}"
     for key in ("name_or_path", "tokenizer"):
         name = values["model"][key]
         if name is not None and (name.startswith((".", "~")) or Path(name).is_dir()):
@@ -77,6 +86,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def _name_dtypes(values: dict[str, Any], keys: Iterable[str], prefix: str) -> None:
+    """``torch.bfloat16`` and ``BF16`` are one dtype, so they are one run too."""
+    for key in keys:
+        if values.get(key) is not None:
+            values[key] = parse_dtype(values[key], f"{prefix}.{key}")
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -1,13 +1,13 @@
-"""Everything that can be known to be wrong with a configuration before anything is built. Imports no torch.
+"""What can be known to be wrong with the values of a configuration, by looking at them alone. Imports no torch.
 
-All problems are collected, so that a user mends them in one go.
+The task and the tracker check their own groups; :mod:`grpo_exp.checks` puts everything together.
 """
 
 import math
 from pathlib import Path
 
 from ..assets import locate
-from ..errors import ConfigError, ConfigErrors
+from ..errors import ConfigError
 from .schema import Config, Device
 from .sites import checkpoint_dtype, combination_problems, resolve_sites, site_problems
 
@@ -16,25 +16,14 @@ COUNT = "1 or more"
 COUNT_OR_ZERO = "0 or more"
 
 
-def check(config: Config) -> None:
-    """Raises :class:`ConfigErrors` (a ValueError) listing every problem."""
-    problems = find_problems(config)
-    if problems:
-        raise ConfigErrors(problems)
-
-
-def find_problems(config: Config) -> list[ConfigError]:
-    from ..tasks import validate as task_problems
-    from ..track import validate as tracker_problems
-
+def value_problems(config: Config) -> list[ConfigError]:
+    """Every problem of the groups model, precision, rollout, algo, optim and trainer."""
     return [
         *_precision_problems(config),
         *_model_problems(config),
         *_bounds(config),
         *_rollout_problems(config),
         *_algo_problems(config),
-        *task_problems(config.task),
-        *tracker_problems(config.tracker),
     ]
 
 

@@ -4,47 +4,78 @@ However one run dies, the others go on; at the end every failure is listed with 
 and the comparison is printed.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Self
 
 from rich.console import Console
 
-from ..config.compose import Composed, is_single_run, varied_keys
+from ..config.compose import Composed, is_single_run
+from ..errors import ConfigError, RunFailed
 from ..folder import read_status
-from ..report.compare import render
+from ..run import IN_USE, execute
 from .board import Board
-from .prepare import Action, Planned, check_all, prepare
+from .ending import print_end, print_interrupted
+from .prepare import Action, Planned, check_all, decide, prepare_all
 
+RETRY = ("none", "failed")
 GRACE_S = 12.0  # for runs to write a checkpoint when the sweep is interrupted
-POLL_S = 0.3
+POLL_S = 0.2
 
 
 def run_here(job: Composed) -> int:
-    """One run: in this process for ``grpo-exp``; in a child where another launcher put several jobs into one process."""
-    frozen = check_all([job])[0]
-    planned = prepare(job, frozen, {}, retry_failed=True)
-    if planned.action is Action.skip:
-        print(f"{planned.note}: {planned.path}")
-        return 0 if planned.note == "done already" else 1
-    if not is_single_run():
-        code = subprocess.run(command(planned), stdin=subprocess.DEVNULL).returncode
-        if code:
-            raise RuntimeError(f"{planned.path.name} ended with exit code {code}; {planned.path / 'status.json'} says why")
-        return 0
-    from ..run import execute
+    """One run: in this process for ``grpo-exp``; in a child where another launcher put several jobs into one process.
 
-    return execute(planned.path, resume=planned.action is Action.resume)
+    Raises:
+        ConfigErrors: if the job cannot be run.
+        RunFailed: in a child, if it does not end well, so that the launcher sees a failed job.
+    """
+    os.chdir(job.start)  # whatever hydra.job.chdir did: relative paths mean the folder of the command
+    [planned] = prepare_all([job], check_all([job]), retry_failed=True)
+    if planned.action in (Action.skip, Action.wait):
+        print(f"{planned.note}: {planned.path}")
+        return 0 if planned.action is Action.skip else 1
+    if is_single_run():
+        return execute(planned.path, resume=planned.action is Action.resume)
+    code = subprocess.run(command(planned), stdin=subprocess.DEVNULL).returncode
+    if code:
+        raise RunFailed(f"{planned.path.name} ended with exit code {code}; {planned.path / 'status.json'} says why")
+    return 0
 
 
 def command(planned: Planned) -> list[str]:
-    """The command line that runs a prepared folder."""
+    """The command line that runs a prepared folder and ends with this process."""
     resume = ["--resume"] if planned.action is Action.resume else []
-    return [sys.executable, "-m", "grpo_exp.run", str(planned.path), "--tied", *resume]
+    return [sys.executable, "-m", "grpo_exp.run", str(planned.path), "--tied", str(os.getpid()), *resume]
+
+
+def launch(jobs: list[Composed], num_parallel: int, retry: str) -> list[Path]:
+    """Run every job of a sweep that is not done yet; returns the run folders.
+
+    Raises:
+        ConfigErrors: if any job cannot be run; nothing is started then.
+        SystemExit: 1 if a run did not end well; 128 + signal, when the sweep was interrupted.
+    """
+    problems = [] if num_parallel >= 1 else [ConfigError("hydra.launcher.n_jobs", num_parallel, "1 or more")]
+    if retry not in RETRY:
+        problems.append(ConfigError("hydra.launcher.retry", retry, RETRY))
+    if problems:
+        raise problems[0]
+    frozen = check_all(jobs)
+    planned = prepare_all(jobs, frozen, retry == "failed")
+    console = Console(stderr=True, highlight=False)
+    codes = _run_all(planned, num_parallel, retry == "failed", Board(planned, console))
+    ended = [(plan, codes[plan.path]) for plan in planned]
+    print_end(ended, frozen[0].values["sweep"], console)
+    if any(codes.values()):
+        raise SystemExit(1)
+    return [plan.path for plan in planned]
 
 
 @dataclass
@@ -53,45 +84,44 @@ class Child:
     process: subprocess.Popen[bytes]
 
 
-def run_sweep(jobs: list[Composed], num_parallel: int, retry_failed: bool) -> list[tuple[Planned, int]]:
-    """Run every job that is not done yet; returns each with its exit code (0 for what was done before).
-
-    Raises:
-        ConfigErrors: if any job cannot be run; nothing is started then.
-        SystemExit: 128 + signal, when the sweep was interrupted; runs that were going on have written a checkpoint.
-    """
-    frozen = check_all(jobs)
-    factors = varied_keys([job.overrides for job in jobs])
-    planned = [
-        prepare(job, one, levels, retry_failed) for job, one, levels in zip(jobs, frozen, factors, strict=True)
-    ]
-    unique = list({plan.path: plan for plan in planned}.values())
-    console = Console(stderr=True, highlight=False)
-    codes = _run_all(unique, num_parallel, Board(unique, console))
-    ended = [(plan, codes[plan.path]) for plan in unique]
-    _print_end(ended, frozen[0].values["sweep"], console)
-    return ended
-
-
-def _run_all(planned: list[Planned], num_parallel: int, board: Board) -> dict[Path, int]:
+def _run_all(planned: list[Planned], num_parallel: int, retry_failed: bool, board: Board) -> dict[Path, int]:
+    """Exit code of every run; 0 for what was done before."""
     codes = {plan.path: _code_before(plan) for plan in planned if plan.action is Action.skip}
     waiting = [plan for plan in planned if plan.action is not Action.skip]
     running: list[Child] = []
     with Interruptible() as interrupted, board:
         try:
-            while waiting or running:
-                while waiting and len(running) < num_parallel:
-                    running.append(_start(waiting.pop(0)))
+            while (waiting or running) and interrupted.number is None:
+                _start_some(waiting, running, codes, num_parallel, retry_failed)
+                board.update({child.planned.path: child.planned for child in running}, codes)
                 time.sleep(POLL_S)
-                for child in [child for child in running if child.process.poll() is not None]:
-                    running.remove(child)
-                    codes[child.planned.path] = child.process.returncode
-                board.update({child.planned.path for child in running}, codes)
-                if interrupted.number is not None:
-                    raise SystemExit(128 + interrupted.number)
+                _reap(waiting, running, codes)
+            board.update({}, codes)
         finally:
-            _stop(running)
+            stopped = [child.planned for child in running]
+            _stop(running, interrupted)
+    if interrupted.number is not None:
+        print_interrupted(stopped, waiting, interrupted.number, board.console)
+        raise SystemExit(128 + interrupted.number)
     return codes
+
+
+def _start_some(
+    waiting: list[Planned], running: list[Child], codes: dict[Path, int], num_parallel: int, retry_failed: bool
+) -> None:
+    """Fill the free places. What is to be done is decided anew, as another sweep may have run it in the meantime."""
+    for plan in list(waiting):
+        if len(running) >= num_parallel:
+            return
+        current = plan if plan.action is Action.resume and retry_failed else decide(plan, retry_failed)
+        match current.action:
+            case Action.wait:
+                continue
+            case Action.skip:
+                codes[plan.path] = _code_before(current)
+            case Action.start | Action.resume:
+                running.append(_start(current))
+        waiting.remove(plan)
 
 
 def _start(planned: Planned) -> Child:
@@ -106,51 +136,48 @@ def _start(planned: Planned) -> Child:
     return Child(planned, process)
 
 
-def _stop(running: list[Child]) -> None:
+def _reap(waiting: list[Planned], running: list[Child], codes: dict[Path, int]) -> None:
+    for child in [child for child in running if child.process.poll() is not None]:
+        running.remove(child)
+        if child.process.returncode == IN_USE:
+            waiting.append(child.planned)
+        else:
+            codes[child.planned.path] = child.process.returncode
+
+
+def _stop(running: list[Child], interrupted: "Interruptible") -> None:
+    """Ask for checkpoints, then end what is left; a second Ctrl-C does not wait for them."""
     for child in running:
         child.process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
+    deadline, asked = time.monotonic() + GRACE_S, interrupted.count
+    while time.monotonic() < deadline and interrupted.count == asked:
+        if all(child.process.poll() is not None for child in running):
+            return
+        time.sleep(POLL_S)
     for child in running:
-        try:
-            child.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.process.kill()
-            child.process.wait()
+        child.process.kill()
+        child.process.wait()
 
 
 def _code_before(planned: Planned) -> int:
     status = read_status(planned.path) or {}
-    return 0 if status.get("state") in ("done", "running") else int(status.get("exit_code") or 1)
-
-
-def _print_end(ended: list[tuple[Planned, int]], sweep: dict[str, Any], console: Console) -> None:
-    render([plan.path for plan, _ in ended], Console(highlight=False), sweep["baseline"], sweep["metric"])
-    failures = [(plan, code) for plan, code in ended if code != 0]
-    if failures:
-        console.print(f"\n{len(failures)} of {len(ended)} runs did not end well:", style="bold")
-    for plan, code in failures:
-        status = read_status(plan.path) or {}
-        reason = str(status.get("reason") or f"exit code {code}").splitlines()[0]
-        console.print(f"  {' '.join(plan.overrides) or plan.path.name}: {reason}", soft_wrap=True)
-        console.print(f"    {plan.path / 'status.json'}  {plan.path / 'logs' / 'run.log'}", soft_wrap=True)
-    if any(plan.note == "failed before" for plan, _ in failures):
-        console.print("  hydra.launcher.retry=failed runs what failed before again")
+    return 0 if status.get("state") == "done" else int(status.get("exit_code") or 1)
 
 
 class Interruptible:
     """SIGINT and SIGTERM as a flag while the sweep runs."""
 
     number: int | None = None
+    count = 0
 
-    def __enter__(self) -> "Interruptible":
+    def __enter__(self) -> Self:
         self._before = {n: signal.signal(n, self._received) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def _received(self, number: int, frame: Any) -> None:
-        self.number = number
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
+        self.count += 1
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-

@@ -1,25 +1,30 @@
-"""From a composed job to a run folder that is ready to start, and what is to be done with one that exists already.
+"""From composed jobs to run folders that are ready to start, and what is to be done with one that exists already.
 
 The folder's name ends in the hash of the frozen configuration; that hash is how the same command finds its runs again.
 """
 
-from dataclasses import dataclass
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from ..config.compose import PACKAGE, Composed, to_typed
+from ..checks import choice_problems, find_problems, machine_problems
+from ..config.compose import PACKAGE, Composed, to_typed, varied_keys
 from ..config.freeze import Frozen, freeze, run_name
-from ..config.validate import find_problems
-from ..errors import ConfigErrors
-from ..folder import RunFolder, State, now, read_status
+from ..errors import ConfigError, ConfigErrors
+from ..folder import RunFolder, State, is_in_use, now, read_status
 from ..manifest import git_state, hardware, versions
-from ..report.load import find_runs
+from ..report.load import RunState, read_run
 
 
 class Action(Enum):
     start = "start"
     resume = "resume"
     skip = "skip"
+    wait = "wait"
 
 
 @dataclass(frozen=True)
@@ -38,55 +43,87 @@ def check_all(jobs: list[Composed]) -> list[Frozen]:
     Raises:
         ConfigErrors: every problem of every job, each once.
     """
-    frozen, problems = [], []
+    frozen: list[Frozen] = []
+    problems: dict[str, ConfigError] = {}
     for job in jobs:
-        config = to_typed(job.config)
-        found = find_problems(config)
-        problems += [error for error in found if str(error) not in {str(known) for known in problems}]
+        try:
+            config = to_typed(job.config)
+        except ConfigErrors as errors:
+            problems |= {str(error): error for error in errors.errors}
+            continue
+        found = [*find_problems(config), *machine_problems(config), *choice_problems(config, job.choices)]
+        problems |= {str(error): error for error in found}
         if not found:
             frozen.append(freeze(config))
     if problems:
-        raise ConfigErrors(problems)
+        raise ConfigErrors(list(problems.values()))
     return frozen
 
 
-def prepare(job: Composed, frozen: Frozen, factors: dict[str, str], retry_failed: bool) -> Planned:
-    """Make the run folder of a job, or find the one that it has."""
+def prepare_all(jobs: list[Composed], frozen: list[Frozen], retry_failed: bool) -> list[Planned]:
+    """The run folders of the jobs of a command, made where there is none yet, each once."""
+    about = {"versions": versions(), "git": git_state(PACKAGE), "hardware": hardware()}
+    factors = varied_keys([job.overrides for job in jobs])
+    planned: dict[Path, Planned] = {}
+    for job, one, levels in zip(jobs, frozen, factors, strict=True):
+        with _alone(Path(one.values["runs_dir"])):
+            path = _find(one) or _make(job, one, levels, about)
+        planned.setdefault(path, decide(Planned(path, Action.start, "new", job.overrides), retry_failed))
+    return list(planned.values())
+
+
+def decide(planned: Planned, retry_failed: bool) -> Planned:
+    """What is to be done with a run as it is now: what is done is skipped, what was interrupted goes on."""
+
+    def so(action: Action, note: str) -> Planned:
+        return replace(planned, action=action, note=note)
+
+    if is_in_use(planned.path):
+        return so(Action.wait, "running in another process")
+    match read_run(planned.path).state:
+        case RunState.created:
+            return so(Action.start, "new")
+        case RunState.done:
+            return so(Action.skip, "done already")
+        case RunState.failed if not retry_failed:
+            return so(Action.skip, "failed before")
+        case RunState.running:  # but nothing holds the folder
+            return so(Action.resume, "was interrupted")
+        case state:
+            return so(Action.resume, f"was {state.value}" if state is not RunState.failed else "failed before")
+
+
+def _find(frozen: Frozen) -> Path | None:
+    """The folder of an earlier command with this configuration; status.json is the last file that making one writes."""
+    found = sorted(Path(frozen.values["runs_dir"]).glob(f"*_{frozen.hash}"))
+    return next((path for path in found if read_status(path) is not None), None)
+
+
+def _make(job: Composed, frozen: Frozen, factors: dict[str, str], about: dict[str, Any]) -> Path:
     runs_dir = Path(frozen.values["runs_dir"])
-    found = sorted(runs_dir.glob(f"*_{frozen.hash}")) if runs_dir.is_dir() else []
-    if found:
-        action, note = decide(found[0], retry_failed)
-        return Planned(found[0], action, note, job.overrides)
     folder = RunFolder(runs_dir / run_name(factors, frozen.hash))
-    (folder.path / "config.yaml").write_text(frozen.to_yaml())
+    (folder.path / "config.yaml").write_text(frozen.to_yaml(), encoding="utf-8")
     sweep = frozen.values["sweep"]
     folder.update_manifest(
         run={"name": folder.path.name, "created": now(), "config_hash": frozen.hash},
         sweep={"name": sweep["name"] or runs_dir.name, "factors": factors, "baseline": sweep["baseline"]},
         choices=job.choices,
         overrides=job.overrides,
-        versions=versions(),
-        git=git_state(PACKAGE),
-        hardware=hardware(),
+        **about,
     )
     folder.update(state=State.created)
-    return Planned(folder.path, Action.start, "new", job.overrides)
+    return folder.path
 
 
-def decide(path: Path, retry_failed: bool) -> tuple[Action, str]:
-    """What the same command does with a run that exists: skip what is done, go on with what was interrupted."""
-    status = read_status(path)
-    if status is None:
-        return Action.start, "new"
-    record = find_runs([path])[0]
-    match record.state.value:
-        case "done":
-            return Action.skip, "done already"
-        case "failed" if not retry_failed:
-            return Action.skip, "failed before"
-        case "running":
-            return Action.skip, "running now"
-        case "created":
-            return Action.start, "new"
-        case state:
-            return Action.resume, f"was {state}"
+@contextmanager
+def _alone(runs_dir: Path) -> Iterator[None]:
+    """Two commands that want the same run at the same time get one folder for it."""
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        lock = (runs_dir / ".lock").open("a")
+    except OSError as error:
+        fix = f"{error.strerror or error}: name a folder that can be written to"
+        raise ConfigError("runs_dir", str(runs_dir), fix=fix) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

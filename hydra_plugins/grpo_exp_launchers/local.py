@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
@@ -24,7 +23,7 @@ ConfigStore.instance().store(group="hydra/launcher", name="local", node=LocalLau
 
 
 class LocalLauncher(Launcher):
-    """Freezes every job at submission and hands the folders to :func:`grpo_exp.launch.local.run_sweep`."""
+    """Freezes every job at submission and hands the folders to :func:`grpo_exp.launch.local.launch`."""
 
     def __init__(self, n_jobs: int, retry: str) -> None:
         self.n_jobs, self.retry = n_jobs, retry
@@ -33,13 +32,14 @@ class LocalLauncher(Launcher):
         self.hydra_context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        from grpo_exp.launch.submit import launch_local
+        from grpo_exp.config.compose import compose_jobs
+        from grpo_exp.launch.local import launch
 
-        results = launch_local(self.hydra_context, self.config, job_overrides, self.n_jobs, self.retry)
-        return [_job_return(path) for path in results]
+        jobs = compose_jobs(self.hydra_context, self.config, job_overrides)
+        return [_completed(str(path)) for path in launch(jobs, self.n_jobs, self.retry)]
 
 
-def _job_return(path: Any) -> JobReturn:
+def _completed(value: str) -> JobReturn:
     result = JobReturn(status=JobStatus.COMPLETED)
-    result.return_value = str(path)
+    result.return_value = value
     return result
