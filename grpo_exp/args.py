@@ -162,6 +162,8 @@ class AsyncGRPOConfig:
         return ENUMS[name][value]
 
     def _prompts_per_step(self) -> int:
+        if self.num_generations < 2:
+            raise ConfigError("num_generations", self.num_generations, "2 or more completions of each prompt")
         completions = self.per_device_train_batch_size * self.gradient_accumulation_steps
         prompts, rest = divmod(completions, self.num_generations)
         if rest or not prompts:
