@@ -5,7 +5,7 @@
 """
 
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -122,13 +122,11 @@ class AsyncGRPOConfig:
         Raises:
             ConfigError: (a ValueError) for a batch that holds no whole groups, or a name that is none.
         """
-        from .config.compose import load_precision
-
         config = deepcopy(self.base)
         for name, path in PATHS.items():
             _set(config, path, self._value(name))
         config.model.init_kwargs = parse_init_kwargs(self.model_init_kwargs)
-        config.precision = load_precision(self.precision) if isinstance(self.precision, str) else self.precision
+        config.precision = self._precision()
         config.trainer.prompts_per_step = self._prompts_per_step()
         if self.use_cpu:
             config.trainer.device = Device.cpu
@@ -160,6 +158,13 @@ class AsyncGRPOConfig:
         if value not in ENUMS[name].__members__:
             raise ConfigError(name, value, ENUMS[name].__members__)
         return ENUMS[name][value]
+
+    def _precision(self) -> PrecisionConfig:
+        from .config.compose import load_precision
+
+        if isinstance(self.precision, PrecisionConfig):
+            return replace(self.precision, loss_scale=replace(self.precision.loss_scale))
+        return load_precision(str(self.precision))  # a torch.dtype is the name of an option as well
 
     def _prompts_per_step(self) -> int:
         if self.num_generations < 2:

@@ -17,7 +17,7 @@ from .rollout.buffer import GroupCounts
 from .rollout.pool import WorkerPool
 from .track import Tracker
 
-FEW_CHANGED = 0.01
+FEW_CHANGED = 0.05
 """Below this share of changed parameters, updates are being lost to rounding rather than small."""
 
 

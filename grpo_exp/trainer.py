@@ -33,7 +33,7 @@ from .optim import Optimizer, StepOutcome, learning_rate
 from .overflow import find_overflow
 from .passes import PassRunner
 from .policy import Policy, load_policy, read_checkpoint_dtype
-from .precision import resolve
+from .precision import mix_warning, resolve
 from .record import Clock, Recorder
 from .rollout.process import Spawned
 from .rollout.start import start_source
@@ -94,10 +94,7 @@ class AsyncGRPOTrainer:
         own_dtype = read_checkpoint_dtype(source, kwargs, config.model.trust_remote_code)
         self.precision = resolve(config.precision, own_dtype, self.device, kwargs, config.optim.eps)
         torch.set_num_threads(config.trainer.num_threads)
-        self.model: Any = load_policy(source, kwargs, self.precision.params, config.model.trust_remote_code)
-        if kwargs.get("device_map") is None:
-            self.model.to(self.device)
-        self.model.eval()  # dropout would make the ratio of new to old probabilities a matter of chance
+        self.model = load_policy(source, kwargs, self.precision.params, config.model.trust_remote_code, self.device)
         self.policy = Policy(self.model, self.precision, config.trainer.logprob_chunk)
         self.optimizer = Optimizer(self.model, config.optim, self.precision)
         self.passes = PassRunner(self.policy, config.algo, config.rollout.temperature)
@@ -248,9 +245,12 @@ class AsyncGRPOTrainer:
     def _start(self, resume: bool | str | Path) -> None:
         torch.set_float32_matmul_precision(self.precision.matmul)
         resumed = self._restore(resume)
-        self.folder.begin(self.bounds.horizon, self.progress.step if resumed else None)
+        self.folder.begin(self.bounds.horizon, self.progress.step if resumed else None, self.progress.update)
         self.read_back.write()
-        self._evaluated_at, self._saved_at = -1, -1
+        mixed = mix_warning(self.precision)
+        if mixed is not None and not resumed:
+            self._event("warning", {"message": mixed})
+        self._saved_at = self.progress.step
         self.source = start_source(
             self.config, self.precision, self.task, Codec(self.processing_class), self._workers, self.folder.logs,
             str(self.device), self._event, self.should_stop,
@@ -258,11 +258,11 @@ class AsyncGRPOTrainer:
         if resumed:
             self.source.resume(self.progress.cursor, self.progress.open_serials, self.progress.groups)
             self.folder.event(self.progress.step, "resume", {"from": resumed.name})
+        self.read_back.at_startup(self.source.pool.observed)
         self.source.publish(self.progress.update, self.model)
         self.source.pool.wait_synced()
         if self.should_stop():
             raise Interrupted
-        self.read_back.at_startup(self.source.pool.observed)
         self.recorder.begin(self.progress, self.source.pool)
         self.callbacks.state.max_steps = self.bounds.horizon
         self.callbacks.call("on_train_begin", model=self.model)
@@ -277,6 +277,7 @@ class AsyncGRPOTrainer:
             return None
         checkpoint.load(found[-1], self.model, self.optimizer)
         self.progress = checkpoint.read_progress(found[-1])
+        self.progress.stop_reason = None  # why it ended then
         self.optimizer.loss_scale.load_state_dict(self.progress.loss_scale)
         return found[-1]
 
@@ -311,8 +312,7 @@ class AsyncGRPOTrainer:
         return State.done
 
     def _preempt(self) -> State:
-        if self.progress.step:
-            self._save()
+        self._save()
         return State.preempted
 
     def _close(self, state: State, error: BaseException | None) -> None:
