@@ -99,7 +99,7 @@ def did_you_mean_option(word: str, options: list[str]) -> str:
     """The same for the options of a group; spellings of a dtype lead to the option of that dtype."""
     known = [*options, *SPELLINGS]
     begun = [name for name in known if word and name.startswith(word.lower())]
-    near = begun or difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    near = begun or difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
     found = [name for name in (SPELLINGS.get(name, name) for name in near) if name in options]
     return f"did you mean {found[0]}?" if found else ""
 
