@@ -108,7 +108,7 @@ class RunFolder:
             self._lock = None
             raise RunFailed(f"{self.path} is in use by a run that is going on") from None
 
-    def begin(self, max_steps: int | None, after_step: int | None) -> None:
+    def begin(self, max_steps: int | None, after_step: int | None, updates: int = 0) -> None:
         """Start, or go on after a step: what came later is cut, checkpoints too, as that part is run again."""
         for path in self.checkpoints.iterdir():
             step = re.fullmatch(r"step-(\d+)", path.name)
@@ -125,6 +125,7 @@ class RunFolder:
         self.update(
             state=State.running,
             step=after_step or 0,
+            updates=updates,
             max_steps=max_steps,
             pid=os.getpid(),
             started=now(),

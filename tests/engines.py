@@ -1,6 +1,6 @@
 """Engines with one fault each, importable by worker processes, and a pool that answers as it is told.
 
-    monkeypatch.setitem(ENGINES, Backend.hf, "engines:BrokenEngine"); monkeypatch.setenv("PYTHONPATH", str(TESTS))
+monkeypatch.setitem(ENGINES, Backend.hf, "engines:BrokenEngine"); monkeypatch.setenv("PYTHONPATH", str(TESTS))
 """
 
 import os
@@ -81,10 +81,10 @@ class DropsUpdates(HFEngine):
 
 
 class SlowPrompts(HFEngine):
-    """Prompts whose first token is odd take five times as long."""
+    """Prompts whose last letter has an odd token take five times as long."""
 
     def generate(self, requests: list[Request], between_steps: Between = None) -> Iterator[Generated]:
-        slow = {request.serial for request in requests if request.prompt_ids[0] % 2}
+        slow = {request.serial for request in requests if request.prompt_ids[-2] % 2}
         answers = list(super().generate(requests, between_steps))
         for answer in sorted(answers, key=lambda one: one.serial in slow):
             if trains(requests):

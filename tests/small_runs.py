@@ -28,7 +28,9 @@ def small_config(*overrides: str) -> Config:
     return to_typed(OmegaConf.merge(composed(groups), OmegaConf.from_dotlist(keys)))  # type: ignore[arg-type]
 
 
-def small_trainer(path: Path, *overrides: str, train: Sequence[Row] | None = None, **arguments: Any) -> AsyncGRPOTrainer:
+def small_trainer(
+    path: Path, *overrides: str, train: Sequence[Row] | None = None, **arguments: Any
+) -> AsyncGRPOTrainer:
     """A trainer as the command line builds it; ``train`` replaces the prompts of the task."""
     config = small_config(*overrides)
     task = build(config.task)

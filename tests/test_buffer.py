@@ -81,7 +81,9 @@ def test_in_any_order_of_events_no_group_is_late_lost_or_trained_twice(
 
 
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 20))
-def test_the_last_groups_are_trained_in_a_smaller_batch(prompts_per_step: int, max_staleness: int, num_groups: int) -> None:
+def test_the_last_groups_are_trained_in_a_smaller_batch(
+    prompts_per_step: int, max_staleness: int, num_groups: int
+) -> None:
     buffer = GroupBuffer(prompts_per_step, max_staleness)
     sizes = []
     for serial in range(min(num_groups, buffer.room())):

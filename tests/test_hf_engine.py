@@ -28,7 +28,8 @@ MAX_NEW = 12
 
 def policy(model: nn.Module) -> Policy:
     sites = dict.fromkeys(
-        ("params", "compute", "head", "grad_reduce", "optimizer_state", "rollout", "rollout_head", "kv_cache", "wire"), FP32
+        ("params", "compute", "head", "grad_reduce", "optimizer_state", "rollout", "rollout_head", "kv_cache", "wire"),
+        FP32,
     )
     return Policy(model, Precision(**sites, matmul="highest", loss_scale=LossScaleConfig(), reasons={}), chunk=64)
 
@@ -67,7 +68,8 @@ def served(fd: int) -> Served:
 
 def requests(prompts: list[list[int]] = PROMPTS, num_completions: int = 4, temperature: float = 1.0) -> list[Request]:
     return [
-        Request(serial, ids, num_completions, MAX_NEW, temperature, seed=1000 + serial) for serial, ids in enumerate(prompts)
+        Request(serial, ids, num_completions, MAX_NEW, temperature, seed=1000 + serial)
+        for serial, ids in enumerate(prompts)
     ]
 
 
@@ -90,7 +92,9 @@ def trainer_logprobs(model: nn.Module, prompt: list[int], rollout: Rollout, temp
 
 @pytest.mark.parametrize("family", [Family.qwen3, Family.llama])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_mu_is_the_trainers_logprob_whatever_the_lengths_of_the_prompts(fd: int, family: Family, temperature: float) -> None:
+def test_mu_is_the_trainers_logprob_whatever_the_lengths_of_the_prompts(
+    fd: int, family: Family, temperature: float
+) -> None:
     model, served = build(family), Served(HFEngine(spec(family=family)), fd)
     served.load(0, model)
     for serial, generated in by_serial(served.engine.generate(requests(temperature=temperature))).items():

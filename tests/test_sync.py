@@ -76,10 +76,14 @@ def test_every_sync_replaces_the_one_before(fd: int) -> None:
     assert len(checksums) == 3
 
 
-@pytest.mark.parametrize("prefixes", [("module.",), ("_orig_mod.",), ("_orig_mod.", "module."), ("module.", "_orig_mod.")])
+@pytest.mark.parametrize(
+    "prefixes", [("module.",), ("_orig_mod.",), ("_orig_mod.", "module."), ("module.", "_orig_mod.")]
+)
 def test_names_lose_what_wrappers_put_in_front(prefixes: tuple[str, ...]) -> None:
     """B8"""
-    assert canonical_name("".join(prefixes) + "model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
+    assert (
+        canonical_name("".join(prefixes) + "model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,10 @@ def test_names_lose_what_wrappers_put_in_front(prefixes: tuple[str, ...]) -> Non
         ("model.layers.1._checkpoint_wrapped_module.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
         ("model._fsdp_wrapped_module.layers.1._orig_mod.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
         ("base_model.model.model.embed_tokens.weight", "model.embed_tokens.weight"),
-        ("module.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight", "model.layers.0.self_attn.q_proj.weight"),
+        (
+            "module.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight",
+            "model.layers.0.self_attn.q_proj.weight",
+        ),
         ("lm_head.weight", "lm_head.weight"),
         ("some_module.weight", "some_module.weight"),
     ],
@@ -125,7 +132,9 @@ def test_missing_and_unknown_names_are_listed(fd: int) -> None:
     """B8: the names that are sent are just those that are expected."""
     payload = Sender(fd, torch.float32, torch.float32).write(1, trained())
     renamed = changed_slots(payload, name="model.embed_token.weight")
-    with pytest.raises(RunFailed, match=r"missing \['model.embed_tokens.weight'\], unknown \['model.embed_token.weight'\]"):
+    with pytest.raises(
+        RunFailed, match=r"missing \['model.embed_tokens.weight'\], unknown \['model.embed_token.weight'\]"
+    ):
         check_fit(trained(), renamed)
 
 

@@ -134,7 +134,11 @@ class WorkerPool:
         return inbox
 
     def close(self) -> None:
-        end_all(m.process for m in self.members if isinstance(m.process, WorkerProcess))
+        started = [(m.ready, m.process) for m in self.members if isinstance(m.process, WorkerProcess)]
+        for ready, process in started:
+            if not ready:
+                process.kill()  # it is still importing, and would not read for seconds
+        end_all(process for _, process in started)
         self.members = []
         self.spawned.close()
 
@@ -161,10 +165,11 @@ class WorkerPool:
                 member.failures_in_a_row = 0
                 self._inbox.append(body)
             case "batch":
-                num_tokens, seconds, observed = body
+                num_tokens, seconds = body
                 self.num_tokens += num_tokens
                 self.busy_s += seconds
-                self.observed |= observed
+            case "observed":
+                self.observed |= body
             case "synced":
                 self._synced(member, *body)
             case "failed":

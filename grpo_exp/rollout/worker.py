@@ -105,6 +105,8 @@ class WorkerLoop:
         num_tokens = 0
         try:
             for generated in self.engine.generate(batch, between_steps):
+                if len(open_serials) == len(batch):  # before the trainer can train on anything of this batch
+                    self.send(("observed", self.engine.observed()))
                 open_serials.remove(generated.serial)
                 num_tokens += sum(len(rollout.token_ids) for rollout in generated.rollouts)
                 self.send(("generated", generated))
@@ -112,7 +114,7 @@ class WorkerLoop:
             error = traceback.format_exc()
         if open_serials:
             self.send(("failed", (open_serials, error)))
-        self.send(("batch", (num_tokens, time.perf_counter() - start, self.engine.observed())))
+        self.send(("batch", (num_tokens, time.perf_counter() - start)))
 
 
 def main() -> None:
