@@ -8,6 +8,7 @@ import torch
 
 from .device import num_ranks
 from .folder import RunFolder
+from .manifest import hardware
 from .optim import Optimizer
 from .policy import Policy
 from .precision import Audit, DtypeProbe, Precision, dtype_name, observed_dtypes
@@ -49,14 +50,15 @@ class ReadBack:
         self.audit.check_complete()
 
     def write(self) -> None:
-        """Declared and observed, with the reasons, into the manifest."""
+        """Declared and observed, with the reasons, into the manifest, and the machine on which that is so."""
         self.folder.update_manifest(
+            hardware=hardware(self.policy.device.type),  # a run may start elsewhere than where it was prepared
             precision={
                 "declared": self.audit.declared,
                 "reasons": dict(self.precision.reasons),
                 "observed": self.audit.observed,
                 "kernels": self.precision.kernels(self.policy.device),
-            }
+            },
         )
 
     def _before_training(self, generator: dict[str, str]) -> dict[str, str]:
