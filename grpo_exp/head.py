@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .kernels import matmul
+from .kernels import fp32_unless_native, matmul
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,6 +91,43 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
+class _ChunkLogits:
+    """Logits of one chunk of positions, in buffers that the next chunk overwrites: fresh memory costs more than they do."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, head_dtype: torch.dtype, num_rows: int, temperature: float
+    ) -> None:
+        self.head_dtype, self.temperature = head_dtype, temperature
+        self.operand = fp32_unless_native(weight.to(head_dtype))
+        self.bias = None if bias is None else bias.to(head_dtype)
+        shape = (num_rows, len(weight))
+        self.fp32 = torch.empty(shape, dtype=torch.float32, device=weight.device)  # log-softmax is fp32 always
+        self.scratch = torch.empty_like(self.fp32)
+        self.raw = (
+            self.fp32 if head_dtype is self.fp32.dtype else torch.empty(shape, dtype=head_dtype, device=weight.device)
+        )
+
+    def compute(self, hidden: Tensor) -> Tensor:
+        """Tempered logits of hidden states [rows, width], fp32 [rows, vocabulary]."""
+        raw, logits = self.raw[: len(hidden)], self.fp32[: len(hidden)]
+        states = fp32_unless_native(hidden.to(self.head_dtype))
+        torch.mm(states, self.operand.T, out=raw if states.dtype is raw.dtype else logits)
+        if states.dtype is not raw.dtype:
+            raw.copy_(logits)
+        if self.bias is not None:
+            raw += self.bias
+        if raw.dtype is not logits.dtype:
+            logits.copy_(raw)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def rounded(self, d_logits: Tensor) -> Tensor:
+        """Their gradient in the head dtype, ready for products; overwrites the logits."""
+        if self.raw is self.fp32:
+            return d_logits
+        raw = self.raw[: len(d_logits)].copy_(d_logits)
+        return raw if self.operand.dtype is raw.dtype else self.fp32[: len(d_logits)].copy_(raw)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -103,50 +140,48 @@ class _TokenLogprobs(torch.autograd.Function):
         head_dtype: torch.dtype,
         chunk: int,
     ) -> tuple[Tensor, Tensor, torch.dtype]:
-        weight_h = weight.to(head_dtype)
-        bias_h = None if bias is None else bias.to(head_dtype)
-        logprobs = torch.empty(len(tokens), dtype=torch.float32, device=hidden.device)  # log-probs are fp32 always
-        entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        dtype = head_dtype
+        buffer = _ChunkLogits(weight, bias, head_dtype, min(chunk, len(tokens)), temperature)
+        logprobs = buffer.fp32.new_empty(len(tokens))
+        entropy = torch.empty_like(logprobs)
         for start in range(0, len(tokens), chunk):
             part = slice(start, start + chunk)
-            raw = head_logits(hidden[part].to(head_dtype), weight_h, bias_h)
-            dtype = raw.dtype
-            logits = tempered(raw, temperature)
-            lse[part] = logits.logsumexp(-1)
-            log_p = logits - lse[part, None]
+            logits = buffer.compute(hidden[part])
+            log_p = torch.log_softmax(logits, -1, out=buffer.scratch[: len(logits)])
             logprobs[part] = log_p.gather(-1, tokens[part, None])[:, 0]
-            entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
-        ctx.save_for_backward(hidden, weight, bias, tokens, lse)
+            p = torch.exp(log_p, out=logits)
+            entropy[part] = -torch.bmm(p[:, None], log_p[:, :, None])[:, 0, 0]  # needs no third buffer
+        ctx.save_for_backward(hidden, weight, bias, tokens)
         ctx.temperature, ctx.head_dtype, ctx.chunk = temperature, head_dtype, chunk
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy, dtype
+        return logprobs, entropy, buffer.raw.dtype
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0]
-        hidden, weight, bias, tokens, lse = ctx.saved_tensors
-        weight_h = weight.to(ctx.head_dtype)
-        bias_h = None if bias is None else bias.to(ctx.head_dtype)
+        """Every product is rounded to the head dtype once, as one product over all positions would be."""
+        hidden, weight, bias, tokens = ctx.saved_tensors
+        buffer = _ChunkLogits(weight, bias, ctx.head_dtype, min(ctx.chunk, len(tokens)), ctx.temperature)
+        factor = grads[0] / -ctx.temperature
         grad_hidden = torch.empty_like(hidden)
-        # summed over chunks in fp32, as one large product would be
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = None if bias is None else grad_weight.new_zeros(bias.shape)
+        grad_weight = buffer.fp32.new_zeros(weight.shape)
+        grad_bias = None if bias is None else buffer.fp32.new_zeros(bias.shape)
         for start in range(0, len(tokens), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            hidden_h = hidden[part].to(ctx.head_dtype)
-            logits = tempered(head_logits(hidden_h, weight_h, bias_h), ctx.temperature)
-            d_logits = logits.sub_(lse[part, None]).exp_().neg_()
-            d_logits.scatter_add_(1, tokens[part, None], torch.ones_like(d_logits[:, :1]))
-            d_logits.mul_((grad[part] / ctx.temperature)[:, None])
-            d_logits_h = d_logits.to(ctx.head_dtype)
-            grad_hidden[part] = matmul(d_logits_h, weight_h).to(hidden.dtype)
-            grad_weight += matmul(d_logits_h.T, hidden_h)
+            logits = buffer.compute(hidden[part])
+            d_logits = torch.softmax(logits, -1, out=buffer.scratch[: len(logits)])
+            d_logits.scatter_add_(1, tokens[part, None], d_logits.new_full((len(logits), 1), -1.0))
+            d_logits.mul_(factor[part, None])
             if grad_bias is not None:
                 grad_bias += d_logits.sum(0)
+            d_product = buffer.rounded(d_logits)
+            grad_hidden[part] = torch.mm(d_product, buffer.operand).to(ctx.head_dtype).to(hidden.dtype)
+            states = fp32_unless_native(hidden[part].to(ctx.head_dtype))
+            if states.dtype is grad_weight.dtype:
+                grad_weight.addmm_(d_product.T, states)
+            else:
+                grad_weight += torch.mm(d_product.T, states)
         return (
             grad_hidden,
-            grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            grad_weight.to(ctx.head_dtype).to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(ctx.head_dtype).to(bias.dtype),
             *[None] * 4,
         )

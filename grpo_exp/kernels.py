@@ -46,6 +46,12 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return (a.float() @ b.float()).to(a.dtype)  # accumulates in fp32 as a matrix unit does
 
 
+def fp32_unless_native(operand: Tensor) -> Tensor:
+    """An operand as the device's own kernels multiply it: products of these are exact and summed in fp32."""
+    native = has_native_matmul(operand.dtype, operand.device)
+    return operand if native else operand.float()  # what this file is about
+
+
 class Fp32Accumulate(TorchFunctionMode):
     """Route products of the given 16-bit dtypes through the fp32 BLAS; all else, and other dtypes, pass through.
 

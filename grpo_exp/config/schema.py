@@ -222,7 +222,7 @@ class TrainerConfig:
     max_minutes: float | None = None
     prompts_per_step: int = 32
     tokens_per_micro_batch: int = 4096
-    logprob_chunk: int = 1024  # positions whose logits are held at once
+    logprob_chunk: int = 512  # positions whose logits are held at once
     eval_every: int = 50  # steps; 0 = only before the first and after the last step
     save_every: int = 50  # steps; 0 = only at the end
     keep_checkpoints: int = 2
