@@ -8,7 +8,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("grpo-exp", "torch", "transformers", "accelerate", "hydra-core", "omegaconf", "safetensors", "numpy", "wandb", "vllm")
+PACKAGES = (
+    "grpo-exp",
+    "torch",
+    "transformers",
+    "accelerate",
+    "hydra-core",
+    "omegaconf",
+    "safetensors",
+    "numpy",
+    "wandb",
+    "vllm",
+)
 
 
 def versions() -> dict[str, str]:

@@ -45,7 +45,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "completion/truncated_frac": ("share", "completions that met max_completion_tokens"),
     "entropy/mean": ("nats", "mean entropy of the trainer's distribution at each sampled token"),
     "fp16/scale": ("1", "the loss scale that the step used; 1 without loss scaling"),
-    "fp16/skipped_total": ("steps", "steps skipped so far, for a non-finite gradient or for want of valid rewards, in any dtype"),
+    "fp16/skipped_total": (
+        "steps",
+        "steps skipped so far, for a non-finite gradient or for want of valid rewards, in any dtype",
+    ),
     "params/changed_frac": ("share", "parameters that have another value after the step, in their own dtype"),
     "perf/step_s": ("s", "wall time of the step, waiting included"),
     "perf/train_s": ("s", "of it: forward, backward and optimizer"),

@@ -118,7 +118,8 @@ class Optimizer:
         if self.loss_scale.scale != 1.0:
             torch._foreach_mul_(grads, 1.0 / self.loss_scale.scale)
         # the norm is summed in fp32: squares of 16-bit gradients overflow
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]))
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]  # see above
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         finite = bool(norm.isfinite())
         if not finite:
             self.loss_scale.update(finite=False)

@@ -92,7 +92,10 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
         code = 0 if state is State.done else stop.exit_code
         if state is State.preempted:
             folder.update(exit_code=code, reason=stop.name)
-            print(f"stopped by {stop.name} after step {folder.status.step}: `grpo-exp resume {path}` goes on", file=sys.stderr)
+            print(
+                f"stopped by {stop.name} after step {folder.status.step}: `grpo-exp resume {path}` goes on",
+                file=sys.stderr,
+            )
     except ConfigError as error:
         code = 2
         _record_failure(folder, error, code)

@@ -22,7 +22,9 @@ class Codec:
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt)["input_ids"]
         else:
-            ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+            ids = self.tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
         if not ids:
             raise ConfigError("task", prompt, "prompts of at least one token")
         return list(ids)

@@ -250,14 +250,17 @@ def load_precision(option: str) -> PrecisionConfig:
 
 
 def precision_option(text: str) -> str:
-    """``torch.bfloat16`` or ``BF16`` is the option ``bf16``; other names stay as they are."""
+    """``Bfloat16`` or ``BF16`` is the option ``bf16``; other names stay as they are."""
     return SPELLINGS.get(text.strip().lower().removeprefix("torch."), text)
 
 
 def normalise(argv: list[str]) -> list[str]:
-    """Accept what users would expect Hydra to: dtype spellings for precision, new keys in open dictionaries, ``+experiment``."""
+    """Accept what users would expect Hydra to: dtype spellings for precision, new keys in open dictionaries, ``+experiment``.
+
+    Overrides may stand before, between and after flags; argparse wants them together.
+    """
     result = []
-    for argument in argv:
+    for argument in sorted(argv, key=lambda argument: "=" in argument and not argument.startswith("-")):
         if re.match(r"\+(experiment|debug)=", argument):
             argument = argument[1:]
         elif argument.startswith(OPEN_KEYS):

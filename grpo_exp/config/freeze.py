@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 def _name_dtypes(values: dict[str, Any], keys: Iterable[str], prefix: str) -> None:
-    """``torch.bfloat16`` and ``BF16`` are one dtype, so they are one run too."""
+    """``Bfloat16`` and ``BF16`` are one dtype, so they are one run too."""
     for key in keys:
         if values.get(key) is not None:
             values[key] = parse_dtype(values[key], f"{prefix}.{key}")
