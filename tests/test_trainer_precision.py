@@ -14,12 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_exp import AsyncGRPOTrainer, jsonl, precision
-from grpo_exp.config.schema import Backend
 from grpo_exp.errors import ConfigError, RunFailed
 from grpo_exp.folder import State
-from grpo_exp.rollout import start
-from grpo_exp.rollout.hf import HFEngine
-from grpo_exp.rollout.types import EngineSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BARE = ("trainer.eval_every=0", "task.num_eval=0", "trainer.save_every=0", "optim.warmup_steps=0")
@@ -309,74 +305,3 @@ def test_a_model_with_a_soft_cap_trains_and_its_generator_caps_as_well(tmp_path:
     )
     assert run.train() is State.done
     assert max(row["mismatch/abs_max"] for row in metrics(tmp_path)) < 1e-4
-
-
-# -- what was declared is not what happens
-
-
-class ServesFp16(HFEngine):
-    """Builds its model in another dtype than it was told."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec)
-        self.model.to(FP16)
-
-
-class CastsItsHead(HFEngine):
-    """Applies its head in another dtype than it was told, which shows once something was generated."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec)
-        self.head_dtype = BF16
-
-
-def ends_with_a_difference(run: AsyncGRPOTrainer, path: Path, phase: str, site: str, found: str) -> None:
-    """The run fails, and its manifest shows what was found."""
-    with pytest.raises(RunFailed, match=rf"precision is not what was asked for \({phase}\).*{site}: declared"):
-        run.train()
-    told = status(path)
-    assert (told["state"], told["exit_code"]) == ("failed", 1)
-    assert f"{site}: declared" in told["reason"]
-    seen = manifest(path)
-    assert seen["observed"][phase][site] == found != seen["declared"][site]
-
-
-def test_a_callback_that_casts_the_model_stops_the_run(tmp_path: Path):
-    """The read-back: an injected difference in the trainer."""
-    run = trainer(tmp_path, "precision=fp32", callbacks=[Steps(lambda step: run.model.to(BF16) and None)])
-    ends_with_a_difference(run, tmp_path, "first_step", "params", "bf16")
-    assert manifest(tmp_path)["observed"]["startup"]["params"] == "fp32"
-
-
-@pytest.mark.parametrize(
-    ("engine", "phase", "site", "found"),
-    [(ServesFp16, "startup", "rollout", "fp16"), (CastsItsHead, "first_step", "rollout_head", "bf16")],
-)
-def test_a_generator_in_another_dtype_stops_the_run(
-    engine: type[HFEngine], phase: str, site: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The read-back: an injected difference in the engine."""
-    monkeypatch.setitem(start.ENGINES, Backend.hf, f"{__name__}:{engine.__name__}")
-    run = trainer(tmp_path, "precision=fp32")
-    ends_with_a_difference(run, tmp_path, phase, site, found)
-
-
-def test_an_autocast_that_someone_adds_is_seen(tmp_path: Path):
-    """A forward pass under a literal autocast: fp32 in name, bf16 in its products."""
-    run = trainer(tmp_path, "precision=fp32")
-    forward = run.policy.body.forward
-
-    def lowered(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", dtype=BF16):
-            return forward(*args, **kwargs)
-
-    run.policy.body.forward = lowered
-    ends_with_a_difference(run, tmp_path, "first_step", "compute", "bf16")
-
-
-def test_moments_in_another_dtype_are_seen(tmp_path: Path):
-    """Optimizer state that takes the dtype the weights were loaded in, whatever was asked."""
-    run = trainer(tmp_path, "precision=bf16_pure", "precision.optimizer_state=fp32", "optim.lr=1e-2")
-    run.optimizer.widened, run.optimizer.stepped = False, list(run.optimizer.params)
-    run.optimizer.adamw = torch.optim.AdamW(run.optimizer.params, lr=1e-2)
-    ends_with_a_difference(run, tmp_path, "first_step", "optimizer_state", "bf16")
