@@ -25,7 +25,7 @@ def small_config(*overrides: str) -> Config:
     """The configuration of ``grpo-exp debug=smoke precision=fp32 OVERRIDES``, with option names before single keys."""
     keys = [override for override in overrides if "." in override.partition("=")[0]]
     groups = tuple(override for override in overrides if override not in keys)
-    return to_typed(OmegaConf.merge(composed(groups), OmegaConf.from_dotlist(keys)))  # type: ignore[arg-type]
+    return to_typed(OmegaConf.merge(composed(groups), OmegaConf.from_dotlist(keys)))
 
 
 def small_trainer(

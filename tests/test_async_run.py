@@ -128,7 +128,7 @@ def test_an_epoch_of_any_size_trains_every_prompt_once(tmp_path: Path, num_promp
     bounds = "trainer.max_epochs=1", "trainer.max_steps=null"
     trainer = small_trainer(tmp_path, LOCKSTEP, *bounds, train=rows(num_prompts), eval_dataset=[])
     assert trainer.train() is State.done
-    assert [len(row["groups"]) for row in jsonl.read(tmp_path / "trained.jsonl")] == sizes  # type: ignore[arg-type]
+    assert [len(row["groups"]) for row in jsonl.read(tmp_path / "trained.jsonl")] == sizes
     assert sorted(trained_prompts(tmp_path)) == list(range(num_prompts))
     assert trainer.bounds.horizon == len(sizes)
 

@@ -106,7 +106,7 @@ def test_a_request_that_is_never_answered_is_dropped_and_the_others_are_trained(
     assert len(events(tmp_path, "worker_restart")) == 2
     ended = status(tmp_path)
     assert (ended["step"], ended["groups"]["trained"], ended["groups"]["dropped_failed"]) == (4, 8, 1)
-    trained = [serial for row in jsonl.read(tmp_path / "trained.jsonl") for serial in row["groups"]]  # type: ignore[union-attr]
+    trained = [serial for row in jsonl.read(tmp_path / "trained.jsonl") for serial in row["groups"]]
     assert sorted(trained) == [0, 1, 3, 4, 5, 6, 7, 8]
     check_groups(tmp_path)
     assert max(row["staleness/max"] for row in metrics(tmp_path) if row["step"]) <= 1
@@ -188,7 +188,7 @@ def test_a_stop_ends_the_wait_for_workers_that_are_still_starting(tmp_path: Path
 def test_a_worker_that_does_not_start_in_time_is_named(tmp_path: Path) -> None:
     late = pool(tmp_path, "rollout.startup_timeout_s=0.2", "rollout.num_workers=2")
     try:
-        os.kill(late.members[1].process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+        os.kill(late.members[1].process.pid, signal.SIGSTOP)
         with pytest.raises(RunFailed, match=r"generator worker .*1 did not start its engine in 0.2 s"):
             late.initialise(NOWHERE)
     finally:

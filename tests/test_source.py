@@ -49,7 +49,7 @@ def make_source(
     events: list[dict[str, Any]] = []
 
     def on_event(name: str, body: dict[str, Any]) -> None:
-        events.append({"event": name} | jsonl.plain(body))  # type: ignore[operator]
+        events.append({"event": name} | jsonl.plain(body))
 
     pool: Any = ScriptedPool(answer)
     task = Task("letters", rows, rows[:2], list(functions))
