@@ -189,9 +189,9 @@ class AsyncGRPOTrainer:
             self._check_weights()
             self.recorder.warn_about_lost_updates(progress.step, outcome)
             return outcome
-        progress.skipped_total += 1
         progress.skipped_in_a_row += 1
         if batch.trainable:
+            progress.skipped_total += 1
             where = find_overflow(self.passes, self.optimizer, batch.micro_batches, passes.scale)
             self._event("skipped_step", {"reason": "non-finite gradient", "scale": passes.scale, **where})
         self.optimizer.zero_grad()

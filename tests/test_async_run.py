@@ -171,6 +171,7 @@ def test_a_step_without_any_reward_is_skipped_and_not_counted_as_trained(tmp_pat
     assert first["reward/mean"] is None
     assert (first["group/dropped_frac"], first["params/changed_frac"], second["group/dropped_frac"]) == (1.0, 0.0, 0.0)
     assert first["lr"] == second["lr"]
+    assert second["fp16/skipped_total"] == 0, "that counts gradients that were not finite"
     assert second["staleness/max"] == 0.0
     ended = status(tmp_path)
     assert (ended["step"], ended["updates"]) == (4, 3)
