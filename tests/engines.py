@@ -53,6 +53,18 @@ class RaisesOnce(HFEngine):
         yield from answers
 
 
+class StumblesInEvaluation(HFEngine):
+    """Raises once in every evaluation."""
+
+    stumbled_at = -1
+
+    def generate(self, requests: list[Request], between_steps: Between = None) -> Iterator[Generated]:
+        if not trains(requests) and self.stumbled_at != self.version:
+            self.stumbled_at = self.version
+            raise RuntimeError("once in an evaluation")
+        yield from super().generate(requests, between_steps)
+
+
 class Dies(HFEngine):
     """Its process ends when it is to work."""
 

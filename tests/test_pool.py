@@ -87,6 +87,14 @@ def test_an_engine_that_raises_once_is_forgiven_and_the_failure_counted(tmp_path
     assert status(tmp_path)["groups"]["dropped_failed"] == 0
 
 
+def test_a_failure_in_one_evaluation_does_not_count_against_the_next(tmp_path: Path, use_engine: Any) -> None:
+    use_engine("StumblesInEvaluation")
+    overrides = "rollout.max_retries=1", "trainer.eval_every=1"
+    assert small_trainer(tmp_path, LOCKSTEP, *overrides).train() is State.done
+    assert len(events(tmp_path, "worker_error")) == 5
+    assert all("eval/accuracy" in row for row in metrics(tmp_path))
+
+
 def test_no_failure_is_forgiven_where_none_is_to_be(tmp_path: Path, use_engine: Any) -> None:
     use_engine("RaisesOnce")
     with pytest.raises(RunFailed, match="once only"):

@@ -162,6 +162,7 @@ class WorkerPool:
                 member.started_at |= dict.fromkeys(body, time.monotonic())
             case "generated":
                 self._end(member, body.serial)
+                self.attempts.pop(body.serial, None)  # the next evaluation uses its serials again
                 member.failures_in_a_row = 0
                 self._inbox.append(body)
             case "batch":
