@@ -15,8 +15,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from grpo_exp.trainer import AsyncGRPOTrainer
+
+STEPS_BOUND = 100_000
 MARK = "@@ "  # begins a line of a contestant that is meant for us; libraries print to stdout too
 
 
@@ -181,3 +185,23 @@ class Turns:
             return False
         self._begin(tokens)
         return True
+
+
+def make_trainer(overrides: list[str], output: Path, turns: Turns | None = None) -> "AsyncGRPOTrainer":
+    """The demo's trainer with some overrides, without evaluation and checkpoints; ``turns`` hears of every step."""
+    from grpo_exp.args import AsyncGRPOConfig
+    from grpo_exp.config.compose import compose, to_typed
+    from grpo_exp.tasks import build
+    from grpo_exp.trainer import AsyncGRPOTrainer
+
+    class Steps:
+        def on_step_end(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
+            assert turns is not None
+            control.should_training_stop = not turns.step_done(metrics["tokens"])
+
+    bounds = [f"trainer.max_steps={STEPS_BOUND}", "trainer.eval_every=0", "trainer.save_every=0", "trainer.device=cpu"]
+    config = to_typed(compose([*bounds, *overrides]).config)
+    task = build(config.task)
+    args = AsyncGRPOConfig.from_config(config, str(output))
+    callbacks = [] if turns is None else [Steps()]
+    return AsyncGRPOTrainer(config.model.name_or_path, task.reward_funcs, args, task.train, callbacks=callbacks)

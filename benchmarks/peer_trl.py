@@ -13,41 +13,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _common import Block, Contestant, Turns, header, ratio, spread, verdict
+from _common import STEPS_BOUND, Block, Contestant, Turns, header, make_trainer, ratio, spread, verdict
 
 PROMPTS, GROUP, NEW_TOKENS, LEARNING_RATE = 32, 8, 8, 1e-3
-STEPS_BOUND = 100_000
 
 
 def train_ours(turns: Turns, workers: int, output: Path) -> None:
-    from grpo_exp.args import AsyncGRPOConfig
-    from grpo_exp.config.compose import compose, to_typed
-    from grpo_exp.tasks import build
-    from grpo_exp.trainer import AsyncGRPOTrainer
-
     overrides = [
         "model=tiny", "task=reverse", "precision=fp32", "algo=token_mean", "optim=tiny", f"optim.lr={LEARNING_RATE}",
         f"rollout.num_workers={workers}", f"algo.group_size={GROUP}", f"trainer.prompts_per_step={PROMPTS}",
-        f"task.max_completion_tokens={NEW_TOKENS}", f"trainer.max_steps={STEPS_BOUND}", "trainer.eval_every=0",
-        "trainer.save_every=0", "trainer.device=cpu",
+        f"task.max_completion_tokens={NEW_TOKENS}",
     ]  # fmt: skip
-    config = to_typed(compose(overrides).config)
-    task = build(config.task)
-
-    class Steps:
-        tokens = 0
-
-        def on_step_end(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
-            control.should_training_stop = not turns.step_done(metrics["tokens"])
-
-    trainer = AsyncGRPOTrainer(
-        config.model.name_or_path,
-        task.reward_funcs,
-        AsyncGRPOConfig.from_config(config, str(output)),
-        task.train,
-        callbacks=[Steps()],
-    )
-    trainer.train()
+    make_trainer(overrides, output, turns).train()
 
 
 def train_trl(turns: Turns, output: Path) -> None:
