@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -22,11 +23,14 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from integers, order mattering."""
-    state = np.zeros(1, dtype=np.uint64)
+    """A 63-bit seed from integers, order mattering: :func:`splitmix64` on plain integers, for single ones far quicker."""
+    state = 0
     for part in parts:
-        state = splitmix64(state ^ np.array([part & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
-    return int(state[0] >> np.uint64(1))
+        x = ((state ^ part) + 0x9E3779B97F4A7C15) & _WORD
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+        state = x ^ (x >> 31)
+    return state >> 1
 
 
 def uniforms(seeds: list[int], num_positions: int) -> NDArray[np.float64]:
