@@ -16,6 +16,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -260,7 +261,7 @@ def normalise(argv: list[str]) -> list[str]:
     Overrides may stand before, between and after flags; argparse wants them together.
     """
     result = []
-    for argument in sorted(argv, key=lambda argument: "=" in argument and not argument.startswith("-")):
+    for argument in sorted(argv, key=lambda argument: re.match(r"~|[^-][^=]*=", argument) is not None):
         if re.match(r"\+(experiment|debug)=", argument):
             argument = argument[1:]
         elif argument.startswith(OPEN_KEYS):
@@ -273,12 +274,16 @@ def normalise(argv: list[str]) -> list[str]:
 
 def varied_keys(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     """For each job of a sweep, the overrides whose value is not the same in all of them: its factors."""
-    parsed = [
-        {o.key_or_group: str(o.get_value_element_as_str()) for o in OverridesParser.create().parse_overrides(list(job))}
-        for job in jobs
-    ]
+    parser = OverridesParser.create()
+    parsed = [{o.key_or_group: _value_text(o) for o in parser.parse_overrides(list(job))} for job in jobs]
     keys = [key for key in parsed[0] if len({job.get(key) for job in parsed}) > 1] if parsed else []
     return [{key: job[key] for key in keys if key in job} for job in parsed]
+
+
+def _value_text(override: Override) -> str:
+    """A string without the quotes and escapes that Hydra's grammar wants around it; anything else as it was written."""
+    value = override.value()
+    return value if isinstance(value, str) else str(override.get_value_element_as_str())
 
 
 def is_single_run() -> bool:

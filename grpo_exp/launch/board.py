@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from ..folder import read_status
@@ -75,5 +76,5 @@ class Board:
             state = "crashed" if plan.path in codes and state == "running" else state
             total = status.get("max_steps")
             step = f"{status.get('step', 0)}/{total}" if total else str(status.get("step", 0))
-            table.add_row(plan.path.name, state, step if state != "waiting" else "")
+            table.add_row(escape(plan.path.name), state, step if state != "waiting" else "")
         return table

@@ -14,14 +14,13 @@ from ..folder import read_status
 from ..report.compare import PLAIN_WIDTH, render
 from .prepare import Planned
 
+EVERY_RUN_HAS = "reward/mean"
+
 
 def print_end(ended: list[tuple[Planned, int]], sweep: Mapping[str, Any], console: Console) -> None:
     """The comparison goes to standard output, everything else to the console."""
     try:
-        is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-        output = Console(highlight=False, width=None if is_sized else PLAIN_WIDTH)
-        render([plan.path for plan, _ in ended], output, sweep["baseline"], sweep["metric"])
-        sys.stdout.flush()
+        _compare([plan.path for plan, _ in ended], sweep, console)
     except ConfigError as error:  # nothing to compare, or not what was asked for: the failures are still to be told
         console.print(f"no comparison: {error}", soft_wrap=True, markup=False)
     failures = [(plan, code) for plan, code in ended if code != 0]
@@ -35,6 +34,20 @@ def print_end(ended: list[tuple[Planned, int]], sweep: Mapping[str, Any], consol
         )
     if failures:
         console.print("hydra.launcher.retry=failed added to the same command runs what failed again")
+
+
+def _compare(paths: list[Path], sweep: Mapping[str, Any], console: Console) -> None:
+    """By the metric of the sweep; by the reward, which every run has, where no run has that."""
+    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    output = Console(highlight=False, width=None if is_sized else PLAIN_WIDTH)
+    try:
+        render(paths, output, sweep["baseline"], sweep["metric"])
+    except ConfigError as error:
+        if error.key != "metric":
+            raise
+        console.print(f"no run has {sweep['metric']}: compared by {EVERY_RUN_HAS}", markup=False)
+        render(paths, output, sweep["baseline"], EVERY_RUN_HAS)
+    sys.stdout.flush()
 
 
 def print_interrupted(stopped: list[Planned], waiting: list[Planned], number: int, console: Console) -> None:
