@@ -78,7 +78,9 @@ class RunFolder:
         self.path = path
         for name in ("", "logs", "checkpoints"):
             (path / name).mkdir(parents=True, exist_ok=True)
-        self.status = Status(host=socket.gethostname())
+        known = read_status(path)
+        self.status = Status(**known | {"state": State(known["state"])}) if known else Status()
+        self.status.host = socket.gethostname()
         self._metrics: jsonl.JsonlWriter | None = None
         self._events: jsonl.JsonlWriter | None = None
         self._trained: jsonl.JsonlWriter | None = None

@@ -653,6 +653,15 @@ def test_a_death_is_explained_by_its_signal(tmp_path: Path) -> None:
     assert reason(write_run(tmp_path, "other", state="failed", reason="too bad\nand more"), 1) == "too bad"
 
 
+def test_a_run_that_is_stopped_before_it_goes_on_keeps_what_its_status_says(tmp_path: Path) -> None:
+    """Here by a setting that a later version no longer knows: the step that was reached is still known."""
+    path = write_run(tmp_path, state="preempted", num_steps=7, config={"trainer.unheard_of": 1})
+    done = subprocess.run([sys.executable, "-m", "grpo_exp.run", str(path), "--resume"], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    one = status(path)
+    assert (one["state"], one["step"], one["max_steps"], one["exit_code"]) == ("failed", 7, 7, 2)
+
+
 def test_a_run_process_whose_parent_is_gone_already_does_not_start(tmp_path: Path) -> None:
     path = write_run(tmp_path, state="created")
     done = subprocess.run([sys.executable, "-m", "grpo_exp.run", str(path), "--tied", "1"], capture_output=True)
