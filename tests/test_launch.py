@@ -528,6 +528,63 @@ def run(path):
 '''
 
 
+LISTING = '''
+"""Says which jobs a sweep has, and runs none."""
+
+from dataclasses import dataclass
+
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.launcher import Launcher
+
+
+@dataclass
+class Conf:
+    _target_: str = "hydra_plugins.listing.ListingLauncher"
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="listing", node=Conf)
+
+
+class ListingLauncher(Launcher):
+    def setup(self, *, hydra_context, task_function, config):
+        pass
+
+    def launch(self, job_overrides, initial_job_idx):
+        for overrides in job_overrides:
+            print(*overrides)
+        return []
+'''
+
+
+@pytest.mark.parametrize(
+    ("line", "jobs"),
+    [
+        (
+            "+sweeps=precision",
+            [f"precision={p} seed={s} +sweeps=precision" for p in ("fp32", "bf16", "fp16") for s in range(3)],
+        ),
+        ("-m +sweeps=precision seed=7 precision=BFloat16", ["precision=bf16 seed=7 +sweeps=precision"]),
+        (
+            "-m +sweeps=split seed=0 precision=fp32,half",
+            [f"precision={p} seed=0 +sweeps=split" for p in ("fp32", "fp16")],
+        ),
+        ("seed=0,1 -m tracker.tags=[a,b]", [f"seed={seed} tracker.tags=[a,b]" for seed in (0, 1)]),
+        ("-m +experiment=sort debug=smoke", ["experiment=sort debug=smoke"]),
+    ],
+)
+def test_a_sweep_has_the_jobs_that_its_file_and_the_command_line_say(
+    line: str, jobs: list[str], tmp_path: Path
+) -> None:
+    """E9, E12: the command line wins over a named sweep, in factors too; a list is one value."""
+    plugin = tmp_path / "hydra_plugins" / "listing"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text(LISTING)
+    ended = command(*line.split(), "hydra/launcher=listing", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines() == jobs
+    assert {path.name for path in tmp_path.iterdir()} == {"hydra_plugins"}
+
+
 # -- what is decided about a run that exists, and other small things
 
 
