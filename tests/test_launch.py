@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -708,6 +709,26 @@ def test_a_death_is_explained_by_its_signal(tmp_path: Path) -> None:
     assert reason(path, -signal.SIGSEGV) == "killed by SIGSEGV at step 7"
     assert reason(path, 1) == "exit code 1"
     assert reason(write_run(tmp_path, "other", state="failed", reason="too bad\nand more"), 1) == "too bad"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_checkpoints(tmp_path: Path) -> None:
+    """A run that does not stop when asked would else be given its time; and the handlers are put back."""
+    before = signal.getsignal(signal.SIGINT)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with local.Interruptible() as interrupted:
+            signal.raise_signal(signal.SIGINT)
+            again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+            again.start()
+            start = time.monotonic()
+            local._stop([local.Child(Planned(tmp_path, Action.start, "", []), process)], interrupted)
+            again.join()
+    assert time.monotonic() - start < local.GRACE_S / 2
+    assert process.returncode == -signal.SIGKILL
+    assert (interrupted.number, interrupted.count) == (signal.SIGINT, 2)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_run_that_is_stopped_before_it_goes_on_keeps_what_its_status_says(tmp_path: Path) -> None:
