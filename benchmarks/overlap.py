@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from _common import Block, Contestant, Turns, header, make_trainer, spread, verdict
 
 if TYPE_CHECKING:
-    from grpo_exp.rollout.types import Group
+    from grpo_exp.rollout.types import Group, Request
 
 
 def loop_generation(turns: Turns, overrides: list[str], folder: Path) -> None:
@@ -23,7 +23,8 @@ def loop_generation(turns: Turns, overrides: list[str], folder: Path) -> None:
     half = Halves(overrides, folder)
     tokens, version = 0, 0
     while turns.step_done(tokens):
-        tokens += sum(len(r.token_ids) for group in half.generate(version) for r in group.rollouts)
+        groups = half.engine.generate(half.requests(version))
+        tokens += sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
         version += 1
 
 
@@ -33,7 +34,7 @@ def loop_training(turns: Turns, overrides: list[str], folder: Path) -> None:
 
     half = Halves(overrides, folder)
     trainer, config = half.trainer, half.trainer.config
-    recorded = [half.generate(version) for version in range(8)]
+    recorded = [half.groups(version) for version in range(8)]
     tokens, step = 0, 0
     while turns.step_done(tokens):
         limits = (config.task.max_completion_tokens, config.trainer.tokens_per_micro_batch)
@@ -62,19 +63,27 @@ class Halves:
         sender = Sender(memory, DTYPES[spec.dtypes["wire"]], DTYPES[spec.dtypes["rollout"]])
         self.engine.load(sender.write(0, self.trainer.model), memory)
 
-    def generate(self, step: int) -> "list[Group]":
-        """The groups of one step, with their rewards."""
-        from grpo_exp.rollout.types import Group, Request
+    def requests(self, step: int) -> "list[Request]":
+        """What a step asks the engine for."""
+        from grpo_exp.rollout.types import Request
 
         config, rows = self.trainer.config, self.trainer.task.train
-        count, size = config.trainer.prompts_per_step, config.algo.group_size
+        count, size, limit = config.trainer.prompts_per_step, config.algo.group_size, config.task.max_completion_tokens
         serials = range(step * count, (step + 1) * count)
-        limit = config.task.max_completion_tokens
-        requests = [Request(s, self.codec.encode(rows[s % len(rows)]), size, limit, 1.0, s) for s in serials]
+        return [Request(s, self.codec.encode(rows[s % len(rows)]), size, limit, 1.0, s) for s in serials]
+
+    def groups(self, step: int) -> "list[Group]":
+        """The groups of one step, with their rewards."""
+        from grpo_exp.rollout.types import Group
+
+        rows, size = self.trainer.task.train, self.trainer.config.algo.group_size
+        requests = self.requests(step)
         groups = []
         for request, done in zip(requests, sorted(self.engine.generate(requests), key=lambda g: g.serial), strict=True):
-            rewards = [float(rollout.finished) for rollout in done.rollouts]
-            groups.append(Group(request.serial, request.prompt_ids, {}, done.rollouts, 0, rewards))
+            row = rows[request.serial % len(rows)]
+            texts = [self.codec.decode(row, rollout.token_ids) for rollout in done.rollouts]
+            rewards = self.trainer.task.reward_funcs[0](completions=texts, answer=[row["answer"]] * size)
+            groups.append(Group(request.serial, request.prompt_ids, row, done.rollouts, 0, rewards))
         return groups
 
 
@@ -114,7 +123,12 @@ def main() -> None:
         compare(options.precision, 4 if options.quick else 9, options.warm_up, 10 if options.quick else options.steps)
         return
     turns = Turns(options.warm_up, skip=3, steps=options.steps)
-    overrides = [f"precision={options.precision}", f"rollout.num_workers={int(options.contestant == 'async')}"]
+    # at this learning rate the policy, and with it the length of completions, stays what it is
+    overrides = [
+        "optim.lr=1e-9",
+        f"precision={options.precision}",
+        f"rollout.num_workers={int(options.contestant == 'async')}",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         match options.contestant:
             case "async":

@@ -111,7 +111,7 @@ class AsyncGRPOConfig:
     eval_steps: int = TrainerConfig.eval_every
     save_steps: int = TrainerConfig.save_every
     save_total_limit: int = TrainerConfig.keep_checkpoints
-    report_to: str = TrackerName.none.name
+    report_to: str | list[str] = TrackerName.none.name
     seed: int = Config.seed
     use_cpu: bool = False
     base: Config = field(default_factory=default_config)
@@ -153,9 +153,11 @@ class AsyncGRPOConfig:
             return self.epsilon
         if name == "max_steps" and value == -1:
             return None
+        if name == "report_to" and isinstance(value, list | tuple) and len(value) < 2:  # as TRL writes it
+            value = value[0] if value else TrackerName.none.name
         if name not in ENUMS:
             return value
-        if value not in ENUMS[name].__members__:
+        if not isinstance(value, str) or value not in ENUMS[name].__members__:
             raise ConfigError(name, value, ENUMS[name].__members__)
         return ENUMS[name][value]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import jsonl
+from .config.freeze import Frozen
 from .errors import RunFailed
 
 
@@ -168,6 +169,34 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def describe(
+        self,
+        frozen: Frozen,
+        factors: dict[str, str],
+        choices: dict[str, str],
+        overrides: list[str],
+        about: Mapping[str, Any],
+    ) -> None:
+        """Write config.yaml, manifest.json and, last, status.json of a run that is to start.
+
+        Args:
+            about: what the run runs on, the sections of :func:`grpo_exp.manifest.about_this_machine`.
+        """
+        sweep = frozen.values["sweep"]
+        (self.path / "config.yaml").write_text(frozen.to_yaml(), encoding="utf-8")
+        self.update_manifest(
+            run={"name": self.path.name, "created": now(), "config_hash": frozen.hash},
+            sweep={
+                "name": sweep["name"] or Path(frozen.values["runs_dir"]).name,
+                "factors": factors,
+                "baseline": sweep["baseline"],
+            },
+            choices=choices,
+            overrides=overrides,
+            **about,
+        )
+        self.update(state=State.created)
 
     def manifest(self) -> dict[str, Any]:
         file = self.path / "manifest.json"

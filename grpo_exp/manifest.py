@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+PACKAGE = Path(__file__).resolve().parent
 PACKAGES = (
     "grpo-exp",
     "torch",
@@ -20,6 +21,11 @@ PACKAGES = (
     "wandb",
     "vllm",
 )
+
+
+def about_this_machine() -> dict[str, Any]:
+    """The sections of a manifest that say what a run runs on."""
+    return {"versions": versions(), "git": git_state(PACKAGE), "hardware": hardware()}
 
 
 def versions() -> dict[str, str]:

@@ -5,7 +5,6 @@ and in the exit code: 0 done, 1 failed, 2 a setting that cannot be used, 128 + s
 """
 
 import argparse
-import logging
 import os
 import signal
 import sys
@@ -24,12 +23,11 @@ from .folder import RunFolder, State, read_status
 from .progress import ConsoleProgress
 from .rollout.process import Spawned, die_with_parent, spawn_workers
 from .tasks import build as build_task
-from .track import TrackedRun, Tracker, build, guarded
+from .track import Tracker, start_tracker
 
 if TYPE_CHECKING:
     from .trainer import AsyncGRPOTrainer
 
-log = logging.getLogger("grpo_exp")
 
 IN_USE = 75
 """Exit code where another process is running in the folder: nothing is wrong with the run."""
@@ -85,7 +83,7 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
         config = to_typed(yaml.safe_load((path / "config.yaml").read_text()))
         set_environment(config)
         spawned = spawn_workers(config.rollout, folder.logs)
-        tracker = start_tracker(config, folder, path)
+        tracker = start_tracker(config.tracker, folder)
         trainer = build_trainer(config, folder, spawned, tracker, stop, [progress] if progress else [])
         stop.training = True
         state = trainer.train(resume_from_checkpoint=resume)
@@ -125,26 +123,6 @@ def set_environment(config: Config) -> None:
     os.environ.setdefault("MKL_NUM_THREADS", threads)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def start_tracker(config: Config, folder: RunFolder, path: Path) -> Tracker:
-    def warn(text: str) -> None:
-        log.warning(text)
-
-    tracker = guarded(build(config.tracker, warn), warn)
-    manifest = folder.manifest()
-    tracker.start(
-        TrackedRun(
-            run_dir=path,
-            name=path.name,
-            config=yaml.safe_load((path / "config.yaml").read_text()),
-            sweep=manifest.get("sweep", {}).get("name"),
-            factors=manifest.get("sweep", {}).get("factors", {}),
-            choices=manifest.get("choices", {}),
-            tags=list(config.tracker.tags),
-        )
-    )
-    return tracker
 
 
 def build_trainer(

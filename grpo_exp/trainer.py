@@ -24,9 +24,12 @@ from .bounds import Bounds
 from .callbacks import Callbacks
 from .checkpoint import Progress
 from .checks import check
+from .config.freeze import freeze
+from .config.schema import TaskName
 from .device import compute_device
 from .errors import ConfigError, Interrupted, RunFailed
 from .folder import RunFolder, State
+from .manifest import about_this_machine
 from .metrics import Passes
 from .observe import ReadBack
 from .optim import Optimizer, StepOutcome, learning_rate
@@ -39,7 +42,7 @@ from .rollout.process import Spawned
 from .rollout.start import start_source
 from .tasks import Accuracy, RewardSpec, Row, Task
 from .tokens import Codec, load_tokenizer
-from .track import NullTracker, Tracker
+from .track import NullTracker, Tracker, start_tracker
 
 
 class AsyncGRPOTrainer:
@@ -84,6 +87,8 @@ class AsyncGRPOTrainer:
         self.config = config = self.args.to_config()
         config.model.name_or_path = str(model)
         check(config)
+        if folder is None:
+            config.task.name = TaskName.python  # a frozen configuration must not name data that were not used
         one = callable(reward_funcs) or isinstance(reward_funcs, str)
         funcs: list[RewardSpec] = [reward_funcs] if one else list(reward_funcs)  # type: ignore[list-item, arg-type]
         self.task = Task(config.task.name.name, list(train_dataset), list(eval_dataset or ()), funcs, accuracy)
@@ -101,12 +106,14 @@ class AsyncGRPOTrainer:
         self.processing_class = processing_class or load_tokenizer(
             locate(config.model.tokenizer or source), config.model.trust_remote_code, kwargs.get("revision")
         )
+        self._describes = folder is None
         self.folder = folder or RunFolder(Path(self.args.output_dir))
         self.read_back = ReadBack(self.precision, self.policy, self.optimizer, self.folder)
         self.bounds = Bounds(config.trainer, len(self.task.train))
         self.should_stop, self._workers = should_stop, workers
         self.callbacks = Callbacks(callbacks or (), self.args)
         self.recorder = Recorder(self.folder, tracker or NullTracker(), self.callbacks, self.model)
+        self._starts_tracker = tracker is None
         self.progress = Progress()
 
     def train(self, resume_from_checkpoint: bool | str | Path = False) -> State:
@@ -119,6 +126,8 @@ class AsyncGRPOTrainer:
             RunFailed, ConfigError, …: whatever ended the run; status.json of the run folder has reason and traceback.
         """
         self.folder.lock()
+        if self._describes:
+            self._describe()
         state, error = State.failed, None
         try:
             self._start(resume_from_checkpoint)
@@ -242,6 +251,13 @@ class AsyncGRPOTrainer:
 
     # -- start and end
 
+    def _describe(self) -> None:
+        """What the command line does for a run before it starts: a folder that says what it is, and the tracker."""
+        named = {"precision": self.args.precision} if isinstance(self.args.precision, str) else {}
+        self.folder.describe(freeze(self.config), {}, named, [], about_this_machine())
+        if self._starts_tracker:
+            self.recorder.tracker = start_tracker(self.config.tracker, self.folder)
+
     def _start(self, resume: bool | str | Path) -> None:
         torch.set_float32_matmul_precision(self.precision.matmul)
         resumed = self._restore(resume)
@@ -325,7 +341,10 @@ class AsyncGRPOTrainer:
         elif self._workers is not None:
             self._workers.close()
         reason = self.progress.stop_reason if error is None else f"{type(error).__name__}: {error}"
-        self.folder.end(state, {State.done: 0, State.failed: 1}.get(state, 143), reason, error)
+        code = {State.done: 0, State.failed: 1}.get(state, 143)
+        self.folder.end(state, code, reason, error)
+        if self._starts_tracker:
+            self.recorder.tracker.finish(code)
         self.folder.close()
 
     def _event(self, event: str, body: dict[str, Any]) -> None:

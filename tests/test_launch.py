@@ -258,6 +258,7 @@ class Failing:
 class Stock:
     folder: Path
     basic: Ended
+    single: Ended
     pickled: Ended
 
 
@@ -440,14 +441,16 @@ def test_two_sweeps_at_once_run_each_run_once(troubled: Troubled) -> None:
 
 def _stock(folder: Path) -> Stock:
     write_task(folder / "start")
-    line = ("-m", *SMALL, *JSONL, "task.reward=rewards.py:good", "seed=0,1", "runs_dir=../runs", "trainer.max_steps=1")
+    one = (*SMALL, *JSONL, "task.reward=rewards.py:good", "runs_dir=../runs", "trainer.max_steps=1")
+    line = ("-m", *one, "seed=0,1")
     basic = command(*line, "hydra/launcher=basic", "hydra.job.chdir=true", cwd=folder / "start")
+    single = command(*one, "hydra.job.chdir=true", "hydra.run.dir=../hydra", cwd=folder / "start")
     plugin = folder / "plugins" / "hydra_plugins" / "pickling"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(PICKLING)
     (folder / "elsewhere").mkdir()
     environment = {"PYTHONPATH": str(folder / "plugins"), "ELSEWHERE": str(folder / "elsewhere")}
-    return Stock(folder, basic, command(*line, "hydra/launcher=pickling", cwd=folder / "start", **environment))
+    return Stock(folder, basic, single, command(*line, "hydra/launcher=pickling", cwd=folder / "start", **environment))
 
 
 def test_each_job_of_a_stock_launcher_runs_in_a_process_of_its_own(stock: Stock) -> None:
@@ -461,6 +464,12 @@ def test_each_job_of_a_stock_launcher_runs_in_a_process_of_its_own(stock: Stock)
         assert values["task"]["path"] == str(stock.folder / "start" / "data" / "prompts.jsonl")
     left = {path.name for path in (stock.folder / "start").iterdir()}
     assert left - {"__pycache__"} == {"data", "rewards.py"}
+
+
+def test_a_single_run_is_the_same_run_wherever_hydra_goes(stock: Stock) -> None:
+    """E5."""
+    assert stock.single.code == 0, stock.single.err
+    assert re.fullmatch(rf"done already: {stock.folder}/runs/seed-0_\w+\n", stock.single.out)
 
 
 def test_a_job_comes_through_a_pickle_into_another_process_and_folder(stock: Stock) -> None:

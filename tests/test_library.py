@@ -8,16 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from letter_rewards import num_letters
 from models import Family, build, checkpoint
 from small_runs import events, metrics, status
 from test_sites import BAD_DTYPES
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from wandb_file import segments
 
 from grpo_exp import AsyncGRPOConfig, AsyncGRPOTrainer, assets
-from grpo_exp.config.schema import PrecisionConfig
+from grpo_exp.config.schema import PrecisionConfig, TaskConfig, TaskName
+from grpo_exp.errors import ConfigError
 from grpo_exp.folder import State
 from grpo_exp.policy import load_policy, read_checkpoint_dtype
+from grpo_exp.report.load import find_runs
+from grpo_exp.tasks import build as build_task
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
@@ -258,3 +263,28 @@ def test_a_run_without_prompts_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="train_dataset"):
         AsyncGRPOTrainer(assets.path("tiny"), num_letters, AsyncGRPOConfig(output_dir=str(tmp_path / "run")), [])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_library_run_can_be_compared_and_is_resumed_only_where_its_data_are(tmp_path: Path):
+    trainer(tmp_path, assets.path("tiny"), max_steps=1, precision="bf16").train()
+    run = find_runs([tmp_path / "run"])[0]
+    assert (run.state.value, run.manifest["choices"]) == ("done", {"precision": "bf16"})
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["task"]["name"] == "python"
+    resumed = trainer(tmp_path, assets.path("tiny"), max_steps=2, precision="bf16")
+    assert resumed.train(resume_from_checkpoint=True) is State.done
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
+    with pytest.raises(ConfigError, match="given in Python"):
+        build_task(TaskConfig(name=TaskName.python))
+
+
+@pytest.mark.parametrize("report_to", ["wandb", ["wandb"]])
+def test_report_to_starts_the_tracker_and_gives_it_the_exit_code(report_to: Any, tmp_path: Path):
+    trainer(tmp_path, assets.path("tiny"), max_steps=1, report_to=report_to).train()
+    (segment,) = segments(tmp_path / "run")
+    assert segment.exit_code == 0
+    assert [row["step"] for row in segment.history] == [1]
+
+
+def test_two_trackers_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="report_to"):
+        trainer(tmp_path, assets.path("tiny"), report_to=["wandb", "tensorboard"])

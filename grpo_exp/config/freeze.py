@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _name_dtypes(values: dict[str, Any], keys: Iterable[str], prefix: str) -> None:

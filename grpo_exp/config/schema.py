@@ -33,6 +33,7 @@ class TaskName(Enum):
     sort = "sort"
     shortest = "shortest"
     jsonl = "jsonl"
+    python = "python"  # rows and functions were given to AsyncGRPOTrainer as objects
 
 
 class RewardErrors(Enum):
@@ -136,7 +137,7 @@ class RolloutConfig:
     startup_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
     max_retries: int = 2  # of one group
-    max_failures: int = 2  # errors and deaths of workers, in a row
+    max_failures: int = 2  # errors and deaths of one worker, in a row; timeouts do not count
 
     @property
     def staleness_bound(self) -> int:

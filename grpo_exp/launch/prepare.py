@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import choice_problems, find_problems, machine_problems
-from ..config.compose import PACKAGE, Composed, to_typed, varied_keys
+from ..config.compose import Composed, to_typed, varied_keys
 from ..config.freeze import Frozen, freeze, run_name
 from ..errors import ConfigError, ConfigErrors
-from ..folder import RunFolder, State, is_in_use, now, read_status
-from ..manifest import git_state, hardware, versions
+from ..folder import RunFolder, is_in_use, read_status
+from ..manifest import about_this_machine
 from ..report.load import RunState, read_run
 
 
@@ -62,7 +62,7 @@ def check_all(jobs: list[Composed]) -> list[Frozen]:
 
 def prepare_all(jobs: list[Composed], frozen: list[Frozen], retry_failed: bool) -> list[Planned]:
     """The run folders of the jobs of a command, made where there is none yet, each once."""
-    about = {"versions": versions(), "git": git_state(PACKAGE), "hardware": hardware()}
+    about = about_this_machine()
     factors = varied_keys([job.overrides for job in jobs])
     planned: dict[Path, Planned] = {}
     for job, one, levels in zip(jobs, frozen, factors, strict=True):
@@ -102,16 +102,7 @@ def _find(frozen: Frozen) -> Path | None:
 def _make(job: Composed, frozen: Frozen, factors: dict[str, str], about: dict[str, Any]) -> Path:
     runs_dir = Path(frozen.values["runs_dir"])
     folder = RunFolder(runs_dir / run_name(factors, frozen.hash))
-    (folder.path / "config.yaml").write_text(frozen.to_yaml(), encoding="utf-8")
-    sweep = frozen.values["sweep"]
-    folder.update_manifest(
-        run={"name": folder.path.name, "created": now(), "config_hash": frozen.hash},
-        sweep={"name": sweep["name"] or runs_dir.name, "factors": factors, "baseline": sweep["baseline"]},
-        choices=job.choices,
-        overrides=job.overrides,
-        **about,
-    )
-    folder.update(state=State.created)
+    folder.describe(frozen, factors, job.choices, job.overrides, about)
     return folder.path
 
 

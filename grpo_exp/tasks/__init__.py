@@ -28,6 +28,14 @@ def build(config: TaskConfig) -> Task:
             return shortest.build(config)
         case TaskName.jsonl:
             return jsonl.build(config)
+        case TaskName.python:
+            raise _only_in_python()
+
+
+def _only_in_python() -> ConfigError:
+    shipped = [name.name for name in TaskName if name is not TaskName.python]
+    fix = "the data were given in Python: go on there, with train(resume_from_checkpoint=True)"
+    return ConfigError("task.name", TaskName.python.name, shipped, fix)
 
 
 def validate(config: TaskConfig) -> list[ConfigError]:
@@ -46,6 +54,8 @@ def validate(config: TaskConfig) -> list[ConfigError]:
             return found + prompts.problems(config, sort.ALPHABET) + ignored(config)
         case TaskName.jsonl:
             return found + jsonl.problems(config)
+        case TaskName.python:
+            return [*found, _only_in_python()]
 
 
 def ignored(config: TaskConfig) -> list[ConfigError]:

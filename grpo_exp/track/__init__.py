@@ -8,12 +8,15 @@ Importing this package imports neither torch nor wandb.
 
 from collections.abc import Callable
 
+import yaml
+
 from grpo_exp.config.schema import TrackerConfig, TrackerName
+from grpo_exp.folder import RunFolder
 from grpo_exp.track.base import NullTracker, TrackedRun, Tracker
 from grpo_exp.track.guard import guarded, log_warning
 from grpo_exp.track.wandb_options import validate
 
-__all__ = ["NullTracker", "TrackedRun", "Tracker", "build", "guarded", "validate"]
+__all__ = ["NullTracker", "TrackedRun", "Tracker", "build", "guarded", "start_tracker", "validate"]
 
 
 def build(config: TrackerConfig, on_warning: Callable[[str], None] = log_warning) -> Tracker:
@@ -30,3 +33,21 @@ def build(config: TrackerConfig, on_warning: Callable[[str], None] = log_warning
             from grpo_exp.track.wandb import WandbTracker
 
             return WandbTracker(config, on_warning)
+
+
+def start_tracker(config: TrackerConfig, folder: RunFolder, on_warning: Callable[[str], None] = log_warning) -> Tracker:
+    """The guarded tracker of a run folder that has been described, started."""
+    tracker = guarded(build(config, on_warning), on_warning)
+    manifest = folder.manifest()
+    tracker.start(
+        TrackedRun(
+            run_dir=folder.path,
+            name=folder.path.name,
+            config=yaml.safe_load((folder.path / "config.yaml").read_text(encoding="utf-8")),
+            sweep=manifest["sweep"]["name"],
+            factors=manifest["sweep"]["factors"],
+            choices=manifest["choices"],
+            tags=list(config.tags),
+        )
+    )
+    return tracker
