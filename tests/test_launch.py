@@ -459,6 +459,7 @@ def test_each_job_of_a_stock_launcher_runs_in_a_process_of_its_own(stock: Stock)
     found = list((stock.folder / "runs").glob("[!.]*"))
     assert {status(path)["state"] for path in found} == {"done"}
     assert len({status(path)["pid"] for path in found}) == len(found) == 2
+    assert set(runs(stock.folder / "runs")) == {"seed-0", "seed-1"}, "each job knows what varies in its sweep"
     for path in found:
         values = yaml.safe_load((path / "config.yaml").read_text())
         assert values["task"]["path"] == str(stock.folder / "start" / "data" / "prompts.jsonl")

@@ -37,12 +37,16 @@ ConfigStore.instance().store(name="schema", node=Config, provider="grpo_exp")
 
 @dataclass(frozen=True)
 class Composed:
-    """One job as Hydra composed it: the configuration, where it came from, and the folder in which the command was given."""
+    """One job as Hydra composed it: the configuration and where it came from.
+
+    ``start`` is the folder in which the command was given, ``factors`` are the job's overrides that vary in its sweep.
+    """
 
     config: DictConfig
     choices: dict[str, str]
     overrides: list[str]
     start: Path
+    factors: dict[str, str]
 
 
 def run_app(
@@ -96,7 +100,9 @@ def composed(config: DictConfig, overrides: Sequence[str]) -> Composed:
     values = OmegaConf.to_container(config, enum_to_str=True)
     assert isinstance(values, dict)
     values.pop("hydra", None)
-    return Composed(OmegaConf.create(values), choices, list(overrides), Path(node.runtime.cwd))
+    given = override_values(overrides)
+    factors = {key: given[key] for key in node.sweeper.get("varied", ()) if key in given}
+    return Composed(OmegaConf.create(values), choices, list(overrides), Path(node.runtime.cwd), factors)
 
 
 def _as_given(overrides: Any) -> list[str]:
@@ -274,10 +280,14 @@ def normalise(argv: list[str]) -> list[str]:
 
 def varied_keys(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     """For each job of a sweep, the overrides whose value is not the same in all of them: its factors."""
-    parser = OverridesParser.create()
-    parsed = [{o.key_or_group: _value_text(o) for o in parser.parse_overrides(list(job))} for job in jobs]
+    parsed = [override_values(job) for job in jobs]
     keys = [key for key in parsed[0] if len({job.get(key) for job in parsed}) > 1] if parsed else []
     return [{key: job[key] for key in keys if key in job} for job in parsed]
+
+
+def override_values(overrides: Sequence[str]) -> dict[str, str]:
+    """Key or group → value of each override."""
+    return {o.key_or_group: _value_text(o) for o in OverridesParser.create().parse_overrides(list(overrides))}
 
 
 def _value_text(override: Override) -> str:

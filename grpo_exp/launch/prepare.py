@@ -63,11 +63,11 @@ def check_all(jobs: list[Composed]) -> list[Frozen]:
 def prepare_all(jobs: list[Composed], frozen: list[Frozen], retry_failed: bool) -> list[Planned]:
     """The run folders of the jobs of a command, made where there is none yet, each once."""
     about = about_this_machine()
-    factors = varied_keys([job.overrides for job in jobs])
+    varied = varied_keys([job.overrides for job in jobs])  # where another sweeper than ours has not said it
     planned: dict[Path, Planned] = {}
-    for job, one, levels in zip(jobs, frozen, factors, strict=True):
+    for job, one, levels in zip(jobs, frozen, varied, strict=True):
         with _alone(Path(one.values["runs_dir"])):
-            path = _find(one) or _make(job, one, levels, about)
+            path = _find(one) or _make(job, one, job.factors or levels, about)
         planned.setdefault(path, decide(Planned(path, Action.start, "new", job.overrides), retry_failed))
     return list(planned.values())
 

@@ -14,10 +14,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 @dataclass
 class WholeSweeperConf:
-    """``params`` are the factors of a named sweep; those of the command line win."""
+    """``params`` are the factors of a named sweep; those of the command line win. ``varied`` is filled in for the jobs."""
 
     _target_: str = "hydra_plugins.grpo_exp_launchers.sweeper.WholeSweeper"
     params: dict[str, Any] | None = field(default_factory=dict)
+    varied: list[str] = field(default_factory=list)
 
 
 ConfigStore.instance().store(group="hydra/sweeper", name="whole", node=WholeSweeperConf, provider="grpo_exp")
@@ -26,19 +27,23 @@ ConfigStore.instance().store(group="hydra/sweeper", name="whole", node=WholeSwee
 class WholeSweeper(BasicSweeper):
     """The cartesian product of the factors, in one batch."""
 
-    def __init__(self, params: dict[str, Any] | None) -> None:
+    def __init__(self, params: dict[str, Any] | None, varied: list[str]) -> None:
         super().__init__(max_batch_size=None, params=params)
 
     def sweep(self, arguments: list[str]) -> Any:
-        from grpo_exp.config.compose import normalise
+        from grpo_exp.config.compose import normalise, varied_keys
 
         from .local import LocalLauncher
 
+        assert self.config is not None
         assert self.hydra_context is not None
         assert self.launcher is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         factors = normalise([*self._parse_config(), *arguments])
         [jobs] = self.split_arguments(parser.parse_overrides(factors), max_batch_size=None)
+        names = ",".join(f"'{key}'" for key in varied_keys(jobs)[0])
+        # with the overrides that every launcher gives to every job, so that each knows what it is named by
+        self.config.hydra.overrides.hydra.append(f"hydra.sweeper.varied=[{names}]")
         if not isinstance(self.launcher, LocalLauncher):  # which checks every job itself before it starts one
             self.validate_batch_is_legal(jobs)
         results = self.launcher.launch(jobs, initial_job_idx=0)
