@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from _common import Block, Contestant, Turns, header, make_trainer, spread, verdict
 
@@ -77,12 +77,13 @@ class Halves:
         from grpo_exp.rollout.types import Group
 
         rows, size = self.trainer.task.train, self.trainer.config.algo.group_size
-        requests = self.requests(step)
+        requests, reward = self.requests(step), self.trainer.task.reward_funcs[0]
+        assert callable(reward)
         groups = []
         for request, done in zip(requests, sorted(self.engine.generate(requests), key=lambda g: g.serial), strict=True):
             row = rows[request.serial % len(rows)]
             texts = [self.codec.decode(row, rollout.token_ids) for rollout in done.rollouts]
-            rewards = self.trainer.task.reward_funcs[0](completions=texts, answer=[row["answer"]] * size)
+            rewards: Any = reward(completions=texts, answer=[row["answer"]] * size)
             groups.append(Group(request.serial, request.prompt_ids, row, done.rollouts, 0, rewards))
         return groups
 
