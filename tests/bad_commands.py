@@ -1,0 +1,98 @@
+"""Command lines that cannot be used, and files of a user with mistakes in them."""
+
+BAD_DTYPES = ("tensor", "nn", "cuda", "int8", "complex64", "float8_e4m3fn", "", "bfloat")
+BAD = [
+    *(f"precision={name}" for name in BAD_DTYPES),
+    *(f"precision.params={name}" for name in BAD_DTYPES),
+    *(f"precision.rollout={name}" for name in BAD_DTYPES[:3]),
+    *(f"model.init_kwargs.dtype={name}" for name in BAD_DTYPES[3:7]),
+    "model.init_kwargs.dtype=16",
+    "'model.init_kwargs={dtype: cuda}'",
+    "model.init_kwargs.dtype=bf16 precision.params=fp16",
+    "precision=null",
+    # keys and values
+    "trainer.max_step=3",
+    "trainer.lr_typo=1",
+    "precison=bf16",
+    "lr=1e-5",
+    "+trainer.unheard_of=1",
+    "+unheard_of=1",
+    "~trainer.max_steps",
+    "algo.advantage=grop",
+    "algo.group_size=two",
+    "trainer.max_steps=1.5",
+    "seed=null",
+    "trainer=3",
+    "tracker.tags=one",
+    "model=big",
+    "experiment=sorted",
+    # several values
+    "precision=bf16,fp16",
+    "seed=0,1,2",
+    "precision.compute=bf16,fp16",
+    # words and spelling
+    "trian",
+    "compar",
+    "precision bf16",
+    "''",
+    "=3",
+    "task.path=a=b",
+    "'task.path={'",
+    "precision=bf16,",
+    "resume",
+    "resume no_such_run",
+    "--config-dir no_such_folder",
+    # references
+    "'task.path=${oc.env:NOT_SET_ANYWHERE}'",
+    "'task.path=${trainer.nothing}' 'optim.lr=${oc.env:NOT_SET_ANYWHERE}'",
+    "trainer.max_steps=???",
+    # what does not go together
+    "model=local",
+    "model=local model.name_or_path=./no_such_model",
+    "model=local model.name_or_path=no_such_model",
+    "task=jsonl",
+    "task=jsonl task.path=no_such_file.jsonl task.reward=no_colon",
+    "algo.group_size=1",
+    "rollout.num_workers=0 rollout.max_staleness=2",
+    "precision.params=fp32 precision.compute=fp16",
+    "precision.params=bf16 precision.compute=fp16",
+    "precision=fp32_tf32 trainer.device=cpu",
+    "precision=fp32_tf32",
+    "trainer.device=cuda",
+    "runs_dir=/dev/null/runs",
+    # several at once
+    "algo.group_size=1 optim.lr=-1 precision.params=nn trainer.max_steps=0",
+    "algo.group_size=two trainer.max_step=3 precision=tensor optim.lr=-1 task=no_such_task",
+    # sweeps
+    "-m precision=bf16,tensor",
+    "-m seed=0,two trainer.max_steps=many,few",
+    "-m optim.lr=-1,-2 algo.group_size=1",
+    "-m hydra.launcher.n_jobs=0",
+    "-m hydra.launcher.n_jobs=two",
+    "-m hydra.launcher.njobs=2",
+    "-m hydra.launcher.retry=maybe",
+    "-m hydra/launcher=slurmy",
+    "-m +sweeps=precisions",
+    "-m --config-dir user experiment=chooses_launcher,sort",
+    # files of the user
+    "--config-dir user experiment=typo",
+    "--config-dir user experiment=wrong_type",
+    "--config-dir user experiment=no_yaml",
+    "--config-dir user experiment=wrong_group",
+    "--config-dir user experiment=wrong_option",
+    "--config-dir user precision=mistyped",
+    "--config-dir user experiment=no_dtypes",
+]
+USER_FILES = {
+    "experiment/typo": "# @package _global_\ntrainer:\n  max_step: 3\n",
+    "experiment/wrong_type": "# @package _global_\ntrainer:\n  max_steps: many\n",
+    "experiment/no_yaml": "# @package _global_\ntrainer:\n  max_steps: [1\n",
+    "experiment/wrong_group": "# @package _global_\ndefaults:\n  - override /precison: bf16\n",
+    "experiment/wrong_option": "# @package _global_\ndefaults:\n  - override /precision: bfloat16\n",
+    "experiment/chooses_launcher": "# @package _global_\ndefaults:\n  - override /hydra/launcher: basic\n",
+    "precision/mistyped": "param: bf16\n",
+    "experiment/no_dtypes": (
+        "# @package _global_\nprecision:\n  params: tensor\n  compute: nn\n  rollout: int8\n  wire: ''\n"
+        "  optimizer_state: float8_e4m3fn\nmodel:\n  init_kwargs:\n    dtype: cuda\n"
+    ),
+}

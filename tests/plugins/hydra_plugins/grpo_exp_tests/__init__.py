@@ -1,0 +1,1 @@
+"""Hydra launchers for tests; found where ``tests/plugins`` is on the path."""
