@@ -75,6 +75,7 @@ class RolloutSource:
             config.task.shuffle_rewards,
             config.seed,
         )
+        self._prompt_ids: dict[int, list[int]] = {}
         self._generated: dict[int, Generated] = {}
         self._evaluated: dict[int, Rollout] = {}
         self._evaluation_rewards: dict[int, float] = {}
@@ -182,7 +183,9 @@ class RolloutSource:
             self.buffer.start(serial, self.version)
         if serials:
             size = self.config.algo.group_size
-            self.pool.submit([self._request(serial, self.stream.row(serial), size) for serial in serials])
+            requests = [self._request(serial, self.stream.row(serial), size) for serial in serials]
+            self._prompt_ids |= {request.serial: request.prompt_ids for request in requests}
+            self.pool.submit(requests)
 
     def _generated_one(self, generated: Generated) -> None:
         problem = next((p for rollout in generated.rollouts if (p := rollout.problem())), None)
@@ -224,8 +227,8 @@ class RolloutSource:
                 self._fail(result.serial, result.error)
                 continue
             oldest = min(int(rollout.versions.min()) for rollout in generated.rollouts)
-            row = self.stream.row(result.serial)
-            group = Group(result.serial, self.codec.encode(row), row, generated.rollouts, oldest, result.rewards)
+            prompt_ids, row = self._prompt_ids.pop(result.serial), self.stream.row(result.serial)
+            group = Group(result.serial, prompt_ids, row, generated.rollouts, oldest, result.rewards)
             self.buffer.finish(group)
             self._progress = time.monotonic()
 
@@ -233,6 +236,7 @@ class RolloutSource:
         if serial < 0:
             raise RunFailed(f"evaluation failed: {reason}")
         self.buffer.fail(serial)
+        del self._prompt_ids[serial]
         self.on_event("failed_group", {"group": serial, "prompt": self.stream.index(serial), "reason": reason})
 
     def _drop_stale(self) -> None:
