@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -80,7 +81,10 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     Raises:
         RunFailed: if the checkpoint is of another model or in other dtypes.
     """
-    stored = load_file(path / "model.safetensors")
+    try:
+        stored, tensors = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise RunFailed(f"{path} is damaged ({error}): remove it to go on from the checkpoint before") from error
     parameters = unique_parameters(model)
     if set(stored) != set(parameters):
         raise RunFailed(f"{path} is not a checkpoint of this model: {sorted(set(stored) ^ set(parameters))}")
@@ -88,6 +92,5 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
         if tensor.dtype != parameters[name].dtype:
             raise RunFailed(f"{path}: {name} is stored in {tensor.dtype}, the run keeps it in {parameters[name].dtype}")
         parameters[name].copy_(tensor)
-    tensors = load_file(path / "optimizer.safetensors")
     torch.set_rng_state(tensors.pop(RNG))
     optimizer.load_tensors(tensors)

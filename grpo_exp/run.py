@@ -66,7 +66,12 @@ class StopSignal:
 
 def execute(path: Path, resume: bool, console: bool = True) -> int:
     """Run a prepared run folder in this process and return the exit code."""
-    folder, stop = RunFolder(path), StopSignal()
+    stop = StopSignal()
+    try:
+        folder = RunFolder(path)
+    except ValueError as error:  # a status.json that is none
+        print(f"error: {error}: remove that file to run the folder again", file=sys.stderr)
+        return 2
     try:
         folder.lock()
     except RunFailed as error:

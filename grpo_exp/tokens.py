@@ -9,14 +9,14 @@ from .tasks import Row
 class Codec:
     """Wraps the tokenizer of the policy (``processing_class``)."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, max_prompt_tokens: int | None = None) -> None:
+        self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
 
     def encode(self, row: Row) -> list[int]:
         """Token ids of a prompt: a string as it is, chat messages through the tokenizer's template.
 
         Raises:
-            ConfigError: if the prompt has no tokens.
+            ConfigError: if the prompt has no tokens, or more than leave room for a completion in the model's context.
         """
         prompt = row["prompt"]
         if isinstance(prompt, str):
@@ -27,6 +27,10 @@ class Codec:
             )
         if not ids:
             raise ConfigError("task", prompt, "prompts of at least one token")
+        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            allowed = f"prompts of at most {self.max_prompt_tokens} tokens"
+            fix = "the rest of the model's context is task.max_completion_tokens"
+            raise ConfigError("task", f"{str(prompt)[:60]}… ({len(ids)} tokens)", allowed, fix)
         return list(ids)
 
     def decode(self, row: Row, token_ids: list[int]) -> str | list[dict[str, str]]:

@@ -85,6 +85,8 @@ class AsyncGRPOTrainer:
     ) -> None:
         self.args = args or AsyncGRPOConfig()
         self.config = config = self.args.to_config()
+        if not isinstance(model, str | Path):
+            raise ConfigError("model", repr(model), "the name or path of a model")
         config.model.name_or_path = str(model)
         check(config)
         if folder is None:
@@ -106,6 +108,7 @@ class AsyncGRPOTrainer:
         self.processing_class = processing_class or load_tokenizer(
             locate(config.model.tokenizer or source), config.model.trust_remote_code, kwargs.get("revision")
         )
+        self.codec = Codec(self.processing_class, self._max_prompt_tokens())
         self._describes = folder is None
         self.folder = folder or RunFolder(Path(self.args.output_dir))
         self.read_back = ReadBack(self.precision, self.policy, self.optimizer, self.folder)
@@ -161,6 +164,14 @@ class AsyncGRPOTrainer:
         self._record(row)
         self._save_if_due()
         return True
+
+    def _max_prompt_tokens(self) -> int | None:
+        """What the model's context leaves for a prompt; None where the model does not say how long it is."""
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        length = self.config.task.max_completion_tokens
+        if context is None or length < context:
+            return None if context is None else context - length
+        raise ConfigError("task.max_completion_tokens", length, f"less than the model's context of {context} tokens")
 
     # -- the parts of a step
 
@@ -268,7 +279,7 @@ class AsyncGRPOTrainer:
             self._event("warning", {"message": mixed})
         self._saved_at = self.progress.step
         self.source = start_source(
-            self.config, self.precision, self.task, Codec(self.processing_class), self._workers, self.folder.logs,
+            self.config, self.precision, self.task, self.codec, self._workers, self.folder.logs,
             str(self.device), self._event, self.should_stop,
         )  # fmt: skip
         if resumed:

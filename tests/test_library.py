@@ -18,7 +18,7 @@ from wandb_file import segments
 
 from grpo_exp import AsyncGRPOConfig, AsyncGRPOTrainer, assets
 from grpo_exp.config.schema import PrecisionConfig, TaskConfig, TaskName
-from grpo_exp.errors import ConfigError
+from grpo_exp.errors import ConfigError, RunFailed
 from grpo_exp.folder import State
 from grpo_exp.policy import load_policy, read_checkpoint_dtype
 from grpo_exp.report.load import find_runs
@@ -288,3 +288,27 @@ def test_report_to_starts_the_tracker_and_gives_it_the_exit_code(report_to: Any,
 def test_two_trackers_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="report_to"):
         trainer(tmp_path, assets.path("tiny"), report_to=["wandb", "tensorboard"])
+
+
+def test_a_prompt_that_leaves_no_room_in_the_context_is_named(tmp_path: Path):
+    args = AsyncGRPOConfig(output_dir=str(tmp_path / "run"), num_workers=0, max_completion_length=6, max_steps=1)
+    long = AsyncGRPOTrainer(assets.path("tiny"), num_letters, args, [{"prompt": "a" * 1100}])
+    with pytest.raises(ConfigError, match="1101 tokens.*at most 1018 tokens"):
+        long.train()
+    assert status(tmp_path / "run")["state"] == "failed"
+    args.max_completion_length = 1024
+    with pytest.raises(ConfigError, match="context of 1024 tokens"):
+        AsyncGRPOTrainer(assets.path("tiny"), num_letters, args, PROMPTS)
+
+
+def test_a_model_that_is_no_name_is_refused_before_anything_is_asked_for(tmp_path: Path):
+    with pytest.raises(ConfigError, match="model='3'"):
+        AsyncGRPOTrainer(3, num_letters, AsyncGRPOConfig(output_dir=str(tmp_path)), PROMPTS)  # type: ignore[arg-type]
+
+
+def test_a_damaged_checkpoint_says_what_to_remove(tmp_path: Path):
+    trainer(tmp_path, assets.path("tiny"), max_steps=1).train()
+    weights = tmp_path / "run" / "checkpoints" / "step-000001" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(RunFailed, match="step-000001 is damaged"):
+        trainer(tmp_path, assets.path("tiny"), max_steps=2).train(resume_from_checkpoint=True)

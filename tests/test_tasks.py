@@ -213,3 +213,10 @@ def test_tasks_import_no_torch():
         "import grpo_exp.tasks.rewards; tasks.build(TaskConfig()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path):
+    path = tmp_path / "binary.jsonl"
+    path.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"task\.path=.*UTF-8"):
+        tasks.build(TaskConfig(name=TaskName.jsonl, path=str(path), reward="some.module:function"))

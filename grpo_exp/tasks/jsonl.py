@@ -80,10 +80,13 @@ def read(path: str | None, key: str, config: TaskConfig) -> list[Row]:
     if found or path is None:
         raise found[0]
     rows: list[Row] = []
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                rows.append(parse(line, f"{path}, line {number}", key, config.prompt_field))
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(key, path, "a text file in UTF-8", str(error)) from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            rows.append(parse(line, f"{path}, line {number}", key, config.prompt_field))
     if not rows:
         raise ConfigError(key, path, "a file with one JSON object per line", "the file has only blank lines")
     check_answers(rows, path, config)
