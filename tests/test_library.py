@@ -293,7 +293,7 @@ def test_two_trackers_are_refused(tmp_path: Path):
 def test_a_prompt_that_leaves_no_room_in_the_context_is_named(tmp_path: Path):
     args = AsyncGRPOConfig(output_dir=str(tmp_path / "run"), num_workers=0, max_completion_length=6, max_steps=1)
     long = AsyncGRPOTrainer(assets.path("tiny"), num_letters, args, [{"prompt": "a" * 1100}])
-    with pytest.raises(ConfigError, match="1101 tokens.*at most 1018 tokens"):
+    with pytest.raises(ConfigError, match=r"1101 tokens.*at most 1018 tokens"):
         long.train()
     assert status(tmp_path / "run")["state"] == "failed"
     args.max_completion_length = 1024
