@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,8 @@ from .config.sites import UNKNOWN, checkpoint_dtype, loader_dtype, parse_init_kw
 from .errors import ConfigError
 from .head import linear_head, token_logprobs
 from .precision import DTYPES, Precision, dtype_name
+from .prefix import shared_states, shares_prompts
+from .token_batch import RowBatch, SharedBatch, TokenBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,20 +67,6 @@ def load_policy(
     return model
 
 
-@dataclass(frozen=True)
-class TokenBatch:
-    """Rows of prompt + completion, padded on the right. Padding cannot reach a real token under causal attention."""
-
-    input_ids: Tensor  # [rows, width] int64
-    rows: Tensor  # [n] int64: row of each completion token
-    positions: Tensor  # [n] int64: position in the row of each completion token
-
-    @property
-    def tokens(self) -> Tensor:
-        """The completion tokens, [n]."""
-        return self.input_ids[self.rows, self.positions]
-
-
 class Policy:
     """A model with its precision: the log-probability pass of the trainer.
 
@@ -96,6 +83,7 @@ class Policy:
         self.body = model.base_model
         self.head = linear_head(model)
         self._takes_cache = "use_cache" in inspect.signature(self.body.forward).parameters
+        self.shares_prompts = self.head is not None and self._takes_cache and shares_prompts(model, self.body)
         self.logits_dtype: torch.dtype | None = None
         if self.head is None:
             self._check_fallback("head", "compute")
@@ -110,26 +98,33 @@ class Policy:
 
     def logprobs(self, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the completion tokens of a batch, each [n] float32, in nats."""
-        predicting = batch.positions - 1
         with self.precision.compute_context(self.device):
             if self.head is None:
-                logits = self.model(input_ids=batch.input_ids, use_cache=False).logits[batch.rows, predicting]
-                self.logits_dtype = logits.dtype
-                return _from_logits(logits, batch.tokens, temperature)
-            hidden = self.hidden_states(batch.input_ids)[batch.rows, predicting]
+                return self._logprobs_of_logits(batch, temperature)
+            hidden = self._predicting_states(batch)
         logprobs, entropy, self.logits_dtype = token_logprobs(
             hidden, self.head.weight, self.head.bias, batch.tokens, temperature, self.precision.head, self.chunk
         )
         return logprobs, entropy
+
+    def _predicting_states(self, batch: TokenBatch) -> Tensor:
+        """The hidden state that predicts each completion token, [n, hidden size]."""
+        match batch:
+            case RowBatch():
+                return self.hidden_states(batch.input_ids)[batch.rows, batch.positions - 1]
+            case SharedBatch():
+                return shared_states(self.model, self.body, batch)
+
+    def _logprobs_of_logits(self, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        assert isinstance(batch, RowBatch)
+        logits = self.model(input_ids=batch.input_ids, use_cache=False).logits[batch.rows, batch.positions - 1]
+        self.logits_dtype = logits.dtype
+        log_p = (logits.float() / temperature).log_softmax(-1)  # log-softmax is fp32 always
+        entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
+        return log_p.gather(-1, batch.tokens[:, None])[:, 0], entropy
 
     def _check_fallback(self, site: str, rest: str) -> None:
         found, needed = (dtype_name(getattr(self.precision, name)) for name in (site, rest))
         if found != needed:
             reason = f"the head of {type(self.model).__name__} is more than a linear layer"
             raise ConfigError(f"precision.{site}", found, needed, reason)
-
-
-def _from_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    log_p = (logits.float() / temperature).log_softmax(-1)  # log-softmax is fp32 always
-    entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
-    return log_p.gather(-1, tokens[:, None])[:, 0], entropy

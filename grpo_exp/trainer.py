@@ -184,6 +184,7 @@ class AsyncGRPOTrainer:
             config.task.max_completion_tokens,
             config.trainer.tokens_per_micro_batch,
             self.device,
+            share_prompts=config.trainer.share_prompts and self.policy.shares_prompts,
         )
         stream, serials = self.source.stream, [group.serial for group in groups]
         num_dropped = int(batch.advantages.dropped.sum())

@@ -7,18 +7,19 @@ from grpo_exp.batch import StepBatch, build_batch
 from grpo_exp.config.compose import load_precision
 from grpo_exp.config.schema import AlgoConfig, PrecisionConfig
 from grpo_exp.passes import PassRunner
-from grpo_exp.policy import Policy, TokenBatch, load_policy
+from grpo_exp.policy import Policy, load_policy
 from grpo_exp.precision import resolve
 from grpo_exp.rollout.types import Group, Rollout
+from grpo_exp.token_batch import RowBatch
 
 CPU = torch.device("cpu")
 
 
-def token_batch(rows: int, prompt: int = 8, completion: int = 8, seed: int = 0) -> TokenBatch:
+def token_batch(rows: int, prompt: int = 8, completion: int = 8, seed: int = 0) -> RowBatch:
     """Random letters; the last ``completion`` positions of each row are scored."""
     ids = torch.randint(4, 64, (rows, prompt + completion), generator=torch.Generator().manual_seed(seed))
     positions = torch.arange(prompt, prompt + completion)
-    return TokenBatch(ids, torch.arange(rows).repeat_interleave(completion), positions.repeat(rows))
+    return RowBatch(ids, torch.arange(rows).repeat_interleave(completion), positions.repeat(rows))
 
 
 def policy(path: object, precision: str | PrecisionConfig = "fp32", chunk: int = 1024) -> Policy:

@@ -9,14 +9,15 @@ from torch import Tensor
 from grpo_exp import assets, kernels
 from grpo_exp.config.schema import AlgoConfig, Normalization, OldLogprobs, PrecisionConfig
 from grpo_exp.errors import ConfigError
-from grpo_exp.policy import Policy, TokenBatch
+from grpo_exp.policy import Policy
+from grpo_exp.token_batch import RowBatch
 
 TINY = assets.path("tiny")
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
 @torch.no_grad()
-def plain_logprobs(policy: Policy, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def plain_logprobs(policy: Policy, batch: RowBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """What the model's own forward pass says, all logits at once."""
     logits = policy.model(input_ids=batch.input_ids).logits[batch.rows, batch.positions - 1]
     log_p = (logits.double() / temperature).log_softmax(-1)
@@ -24,7 +25,7 @@ def plain_logprobs(policy: Policy, batch: TokenBatch, temperature: float) -> tup
 
 
 @torch.no_grad()
-def logprobs(path: object, precision: str | PrecisionConfig, batch: TokenBatch) -> Tensor:
+def logprobs(path: object, precision: str | PrecisionConfig, batch: RowBatch) -> Tensor:
     return policy(path, precision).logprobs(batch, 1.0)[0]
 
 
@@ -65,7 +66,7 @@ def test_scoring_one_row_at_a_time_changes_nothing_in_fp32(family: Family):
     width = batch.input_ids.shape[1]
     lengths = torch.tensor([width, 9, 10, 11, 12, 13, 14, 15])
     inside = batch.positions < lengths[batch.rows]
-    padded = TokenBatch(
+    padded = RowBatch(
         batch.input_ids * (torch.arange(width) < lengths[:, None]), batch.rows[inside], batch.positions[inside]
     )
     with torch.no_grad():
@@ -74,7 +75,7 @@ def test_scoring_one_row_at_a_time_changes_nothing_in_fp32(family: Family):
         for row in range(8):
             mine = padded.rows == row
             cut = padded.input_ids[row : row + 1, : lengths[row]]
-            alone.append(scorer.logprobs(TokenBatch(cut, padded.rows[mine] * 0, padded.positions[mine]), 1.0)[0])
+            alone.append(scorer.logprobs(RowBatch(cut, padded.rows[mine] * 0, padded.positions[mine]), 1.0)[0])
     assert float((together - torch.cat(alone)).abs().max()) < 1e-5
 
 

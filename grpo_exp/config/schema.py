@@ -224,6 +224,7 @@ class TrainerConfig:
     prompts_per_step: int = 32
     tokens_per_micro_batch: int = 4096
     logprob_chunk: int = 512  # positions whose logits are held at once
+    share_prompts: bool = True  # forward the prompt of a group once for all its completions, where the model allows it
     eval_every: int = 50  # steps; 0 = only before the first and after the last step
     save_every: int = 50  # steps; 0 = only at the end
     keep_checkpoints: int = 2
