@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable
 
+LONGEST = 400
+"""Characters of a value that a message shows."""
+
 
 class ConfigError(ValueError):
     """A setting that cannot be used.
@@ -16,7 +19,7 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: object, allowed: str | Iterable[str] = "", fix: str = "") -> None:
         self.key, self.value, self.fix = key, value, fix
         self.allowed = allowed if isinstance(allowed, str) else ", ".join(allowed)
-        text = f"{key}={value!r}" if isinstance(value, str) else f"{key}={value}"
+        text = f"{key}={written(value)}"
         if self.allowed:
             text += f": allowed: {self.allowed}"
         if fix:
@@ -25,6 +28,18 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.key, self.value, self.allowed, self.fix)
+
+
+def written(value: object) -> str:
+    """A value as it is written on the command line, text in quotes, on one line and not too long."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case _:
+            shown = " ".join((repr(value) if isinstance(value, str) else str(value)).split())
+            return shown if len(shown) <= LONGEST else f"{shown[: LONGEST // 2]}…{shown[-LONGEST // 2 :]}"
 
 
 class ConfigErrors(ConfigError):

@@ -10,6 +10,10 @@ BAD = [
     "'model.init_kwargs={dtype: cuda}'",
     "model.init_kwargs.dtype=bf16 precision.params=fp16",
     "precision=null",
+    "precision.params=null",
+    "precision.compute=[bf16,fp16]",
+    "'model.init_kwargs.dtype=[bf16]'",
+    "precision.matmul=null",
     # keys and values
     "trainer.max_step=3",
     "trainer.lr_typo=1",

@@ -101,7 +101,7 @@ def test_a_bad_dtype_is_a_value_error(value: object):
 
 @pytest.mark.parametrize("site", ["params", "optimizer_state"])
 def test_none_is_refused_where_there_is_no_site_to_follow(site: str):
-    with pytest.raises(ValueError, match=rf"precision\.{site}='None': allowed: auto, bf16"):
+    with pytest.raises(ValueError, match=rf"precision\.{site}=null: allowed: auto, bf16"):
         resolve(PrecisionConfig(**{site: None}), "fp32", CPU)  # type: ignore[arg-type]
 
 

@@ -21,7 +21,7 @@ from grpo_exp.config.sites import (
     resolve_sites,
     site_problems,
 )
-from grpo_exp.errors import ConfigError
+from grpo_exp.errors import ConfigError, written
 
 BAD_DTYPES = [
     "tensor",
@@ -70,9 +70,19 @@ def test_what_is_no_float_dtype_is_refused_with_key_value_and_allowed_names(valu
     with pytest.raises(ValueError, match=r"^precision\.rollout=") as caught:
         parse_dtype(value, "precision.rollout")
     text = str(caught.value)
-    assert repr(value) in text
+    assert written(value) in text
     assert all(name in text for name in ("auto", "bf16", "fp16", "fp32"))
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [("bfloat", "bf16"), ("bf-16", "bf16"), ("flaot32", "fp32"), ("float64", ""), ("int8", ""), ("cuda", ""), ("", "")],
+)
+def test_a_misspelt_dtype_gets_a_suggestion_and_another_dtype_none(value: str, meant: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_dtype(value, "precision.rollout")
+    assert caught.value.fix == (f"did you mean {meant}?" if meant else "")
 
 
 @pytest.mark.parametrize("value", [v for v in BAD_DTYPES if v is not None], ids=repr)

@@ -19,7 +19,7 @@ from yaml import Mark, MarkedYAMLError
 
 from ..errors import ConfigError
 from .schema import Config
-from .sites import SPELLINGS
+from .sites import ALLOWED, FOLLOWS, MATMUL_MODES, SPELLINGS
 
 WORDS = {
     int: "a whole number",
@@ -130,6 +130,11 @@ def keys_beside(key: str) -> str:
 
 def allowed(key: str, owner: Any = None) -> str:
     """What the schema, or else the class that holds the key, lets it be, in words; nothing where neither knows it."""
+    group, _, name = key.partition(".")
+    if group == "precision" and name in FOLLOWS:
+        return f"{ALLOWED}, null" if FOLLOWS[name] else ALLOWED
+    if key == "precision.matmul":
+        return ", ".join(MATMUL_MODES)
     hint = leaves().get(key)
     if hint is None and is_dataclass(owner):
         hint = get_type_hints(owner).get(key.rpartition(".")[2])
@@ -170,7 +175,7 @@ def _about_key(key: str, cause: OmegaConfBaseException, argv: list[str]) -> Conf
         return Explained(f"~{key}: a setting cannot be deleted")
     hint, value = allowed(key, owner), given(argv, key)
     if hint:
-        return ConfigError(key, value, hint, did_you_mean(value, hint.split(", ")))
+        return ConfigError(key, None if value == "null" else value, hint, did_you_mean(value, hint.split(", ")))
     return ConfigError(key, value, "", str(cause).splitlines()[0])
 
 

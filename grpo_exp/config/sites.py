@@ -4,6 +4,7 @@ A *site* is one place where a dtype is chosen. Names are ``fp32``, ``bf16``, ``f
 :func:`grpo_exp.precision.resolve` turns what is decided here into torch dtypes.
 """
 
+import difflib
 import json
 import struct
 from collections.abc import Mapping
@@ -67,8 +68,18 @@ def parse_dtype(value: object, key: str) -> str:
     text = str(value) if is_torch_dtype or isinstance(value, str) else ""
     name = SPELLINGS.get(text.strip().lower().removeprefix("torch."))
     if name is None:
-        raise ConfigError(key, value if isinstance(value, str) else repr(value), ALLOWED)
+        raise ConfigError(key, value, ALLOWED, did_you_mean_dtype(text))
     return name
+
+
+def did_you_mean_dtype(text: str) -> str:
+    """A suggestion for a misspelt dtype, nothing where none is near: ``float64`` is no misspelt ``float16``."""
+    word = text.strip().lower().removeprefix("torch.")
+    width = "".join(filter(str.isdigit, word))
+    known = [name for name in SPELLINGS if not width or name.endswith(width)]
+    begun = [name for name in known if len(word) > 2 and name.startswith(word)]
+    near = begun or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return f"did you mean {SPELLINGS[near[0]]}?" if near else ""
 
 
 def parse_init_kwargs(init_kwargs: Mapping[str, Any] | str | None) -> dict[str, Any]:
