@@ -22,7 +22,7 @@ from grpo_exp.errors import ConfigError
 from grpo_exp.folder import RunFolder
 from grpo_exp.launch import local
 from grpo_exp.launch.board import Board
-from grpo_exp.launch.ending import reason
+from grpo_exp.launch.ending import print_end, reason
 from grpo_exp.launch.prepare import Action, Planned, check_all, decide, prepare_all
 
 
@@ -208,3 +208,21 @@ def test_a_run_process_whose_parent_is_gone_already_does_not_start(tmp_path: Pat
     done = subprocess.run([sys.executable, "-m", "grpo_exp.run", str(path), "--tied", "1"], capture_output=True)
     assert done.returncode == 128 + signal.SIGTERM
     assert status(path)["state"] == "created"
+
+
+def test_a_narrowed_sweep_without_its_baseline_is_compared_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And it is said how the differences come to be those that were wanted."""
+    arms = ("bf16", "fp16")
+    paths = [write_run(tmp_path, precision=p, seed=s, baseline="precision=fp32") for p in arms for s in (0, 1)]
+    shown = io.StringIO()
+    ended = [(Planned(path, Action.start, "new", []), 0) for path in paths]
+    sweep = {"baseline": "precision=fp32", "metric": "eval/nothing"}
+    print_end(ended, sweep, Console(file=shown))
+    assert shown.getvalue().splitlines() == [
+        "no run has eval/nothing: compared by reward/mean",
+        "no run of this sweep is its baseline precision=fp32: add it, or name another one with"
+        " \"sweep.baseline='FACTOR=LEVEL'\"",
+    ]
+    assert "reward/mean at the end, minus the baseline precision=bf16" in capsys.readouterr().out

@@ -117,3 +117,5 @@ def test_a_metric_that_no_run_has_is_a_user_error_with_near_names(tmp_path: Path
     write_run(tmp_path)
     with pytest.raises(ConfigError, match=r"metric='eval/acuracy': allowed: eval/accuracy"):
         summary_of(tmp_path, metric="eval/acuracy")
+    with pytest.raises(ConfigError, match=r"metric='nope': allowed: eval/accuracy, .*ratio/clip_frac"):
+        summary_of(tmp_path, metric="nope")

@@ -15,6 +15,7 @@ from ..report.compare import PLAIN_WIDTH, render
 from .prepare import Planned
 
 EVERY_RUN_HAS = "reward/mean"
+NAME_ANOTHER = "add it, or name another one with \"sweep.baseline='FACTOR=LEVEL'\""
 
 
 def print_end(ended: list[tuple[Planned, int]], sweep: Mapping[str, Any], console: Console) -> None:
@@ -37,16 +38,22 @@ def print_end(ended: list[tuple[Planned, int]], sweep: Mapping[str, Any], consol
 
 
 def _compare(paths: list[Path], sweep: Mapping[str, Any], console: Console) -> None:
-    """By the metric of the sweep; by the reward, which every run has, where no run has that."""
+    """By baseline and metric of the sweep; where no run has them, by the first arm and the reward, which is said."""
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
     output = Console(highlight=False, width=None if is_sized else PLAIN_WIDTH)
-    try:
-        render(paths, output, sweep["baseline"], sweep["metric"])
-    except ConfigError as error:
-        if error.key != "metric":
-            raise
-        console.print(f"no run has {sweep['metric']}: compared by {EVERY_RUN_HAS}", markup=False)
-        render(paths, output, sweep["baseline"], EVERY_RUN_HAS)
+    baseline, metric = sweep["baseline"], sweep["metric"]
+    for _ in range(3):
+        try:
+            render(paths, output, baseline, metric)
+            break
+        except ConfigError as error:
+            if error.key == "metric" and metric != EVERY_RUN_HAS:
+                said, metric = f"no run has {metric}: compared by {EVERY_RUN_HAS}", EVERY_RUN_HAS
+            elif error.key == "baseline" and baseline is not None:
+                said, baseline = f"no run of this sweep is its baseline {baseline}: {NAME_ANOTHER}", None
+            else:
+                raise
+            console.print(said, soft_wrap=True, markup=False)
     sys.stdout.flush()
 
 

@@ -172,7 +172,7 @@ def _chosen_metric(runs: Sequence[RunRecord], metric: str | None, notes: list[st
         known = frozenset().union(*(run.metrics.keys for run in runs))
         if known and metric not in known:
             near = difflib.get_close_matches(metric, known, n=3, cutoff=0.5)
-            raise ConfigError("metric", metric, near or sorted(key for key in known if key.startswith("eval/")))
+            raise ConfigError("metric", metric, near or sorted(known))
         return metric
     declared = [as_text(key) for run in runs if (key := section(run.config, "sweep").get("metric"))]
     return _agreed(declared, "metrics", notes) or DEFAULT_METRIC
