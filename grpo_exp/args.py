@@ -5,10 +5,11 @@
 """
 
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from . import tasks
 from .config.schema import (
     Advantage,
     AlgoConfig,
@@ -25,7 +26,8 @@ from .config.schema import (
     default_config,
 )
 from .config.sites import parse_init_kwargs
-from .errors import ConfigError
+from .config.validate import value_problems
+from .errors import ConfigError, ConfigErrors
 
 PATHS = {
     "trust_remote_code": "model.trust_remote_code",
@@ -57,12 +59,21 @@ PATHS = {
 }
 """Names of the library → keys of the configuration, wherever one stands for the other."""
 
+NAMES = {path: name for name, path in PATHS.items()}
+
 ENUMS: dict[str, type[Enum]] = {
     "advantage": Advantage,
     "normalization": Normalization,
     "lr_scheduler_type": Schedule,
     "report_to": TrackerName,
 }
+
+
+@runtime_checkable
+class Scalar(Protocol):
+    """A number of NumPy's or torch's."""
+
+    def item(self) -> Any: ...
 
 
 @dataclass
@@ -80,6 +91,10 @@ class AsyncGRPOConfig:
         max_steps: optimizer steps; None or -1: no bound, then ``num_train_epochs`` has to be given.
         use_cpu: compute on the CPU even where there is a GPU.
         base: every other setting.
+        bf16, fp16: TRL's names for what ``precision`` says here; True is refused.
+
+    Raises:
+        ConfigError: (a ValueError) for values that cannot be used; again by :meth:`to_config`, as fields can be set.
     """
 
     output_dir: str = "run"
@@ -115,13 +130,24 @@ class AsyncGRPOConfig:
     seed: int = Config.seed
     use_cpu: bool = False
     base: Config = field(default_factory=default_config)
+    bf16: InitVar[bool] = False
+    fp16: InitVar[bool] = False
+
+    def __post_init__(self, bf16: bool, fp16: bool) -> None:
+        for name, given in {"bf16": bf16, "fp16": fp16}.items():
+            if given:
+                raise ConfigError(name, given, "", f'say precision="{name}": it sets the dtypes of both sides')
+        self.to_config()
 
     def to_config(self) -> Config:
         """The configuration these settings stand for; ``base`` is not changed.
 
         Raises:
-            ConfigError: (a ValueError) for a batch that holds no whole groups, or a name that is none.
+            ConfigError: (a ValueError) for a batch that holds no whole groups, a name that is none, a value of the wrong
+                type or out of bounds; under the name it has here.
         """
+        if not isinstance(self.base, Config) or not is_dataclass(self.base.model):
+            raise ConfigError("base", self.base, "grpo_exp.config.schema.default_config(), with values changed")
         config = deepcopy(self.base)
         for name, path in PATHS.items():
             _set(config, path, self._value(name))
@@ -130,6 +156,9 @@ class AsyncGRPOConfig:
         config.trainer.prompts_per_step = self._prompts_per_step()
         if self.use_cpu:
             config.trainer.device = Device.cpu
+        problems = [_renamed(problem) for problem in (value_problems(config) or tasks.common_problems(config.task))]
+        if problems:
+            raise ConfigErrors(problems) if len(problems) > 1 else problems[0]
         return config
 
     @classmethod
@@ -149,6 +178,8 @@ class AsyncGRPOConfig:
 
     def _value(self, name: str) -> Any:
         value = getattr(self, name)
+        if isinstance(value, Scalar):
+            value = value.item()
         if name == "epsilon_high" and value is None:
             return self.epsilon
         if name == "max_steps" and value == -1:
@@ -169,6 +200,9 @@ class AsyncGRPOConfig:
         return load_precision(str(self.precision))  # a torch.dtype is the name of an option as well
 
     def _prompts_per_step(self) -> int:
+        for name in ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"):
+            if type(value := getattr(self, name)) is not int:
+                raise ConfigError(name, value, "a whole number")
         if self.num_generations < 2:
             raise ConfigError("num_generations", self.num_generations, "2 or more completions of each prompt")
         completions = self.per_device_train_batch_size * self.gradient_accumulation_steps
@@ -184,6 +218,12 @@ class AsyncGRPOConfig:
                 f"{self.gradient_accumulation_steps} = {completions} completions a step; nearest: {near}",
             )
         return prompts
+
+
+def _renamed(problem: ConfigError) -> ConfigError:
+    """A problem under the name that the key has here."""
+    name = NAMES.get(problem.key, problem.key)
+    return ConfigError(name, problem.value, problem.allowed, problem.fix)
 
 
 def _set(config: Config, path: str, value: Any) -> None:

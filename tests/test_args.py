@@ -1,9 +1,11 @@
 """The settings of the library: TRL's names, there and back to the one configuration without loss."""
 
 import json
+import math
 from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from grpo_exp.args import PATHS, AsyncGRPOConfig
 from grpo_exp.config.compose import CONF_DIR, compose, to_typed
 from grpo_exp.config.schema import Advantage, Config, Device, Normalization, PrecisionConfig, Schedule, default_config
-from grpo_exp.errors import ConfigError
+from grpo_exp.errors import ConfigError, ConfigErrors
 
 
 def shipped() -> list[str]:
@@ -58,7 +60,7 @@ def test_any_configuration_survives_the_way_there_and_back(
         config.algo, group_size=group_size, clip_high=clip_high, advantage=advantage, normalization=normalization
     )
     config.optim = replace(config.optim, lr=lr, schedule=schedule)
-    config.trainer = replace(config.trainer, prompts_per_step=prompts, max_steps=max_steps, device=device)
+    config.trainer = replace(config.trainer, prompts_per_step=prompts, max_steps=max_steps, max_epochs=3, device=device)
     config.rollout.max_staleness = max_staleness
     config.model.init_kwargs = dict(init_kwargs)
     assert AsyncGRPOConfig.from_config(config, "somewhere").to_config() == config
@@ -126,7 +128,7 @@ def test_model_keywords_may_be_a_dictionary_or_json_and_are_never_changed() -> N
 @pytest.mark.parametrize("wrong", ["not json", "[1, 2]", "3", 16])
 def test_model_keywords_that_are_no_object_are_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match=r"model\.init_kwargs=.*JSON object"):
-        AsyncGRPOConfig(model_init_kwargs=wrong).to_config()  # type: ignore[arg-type]
+        AsyncGRPOConfig(model_init_kwargs=wrong)  # type: ignore[arg-type]
 
 
 def test_a_precision_is_a_name_in_any_spelling_or_an_object() -> None:
@@ -150,7 +152,68 @@ def test_a_precision_is_a_name_in_any_spelling_or_an_object() -> None:
 def test_a_name_that_is_not_known_is_refused_with_those_that_are(name: str, value: str, allowed: str) -> None:
     """C9: an unknown normalisation is an error."""
     with pytest.raises(ValueError, match=f"{name}='{value}': allowed: .*{allowed}"):
-        AsyncGRPOConfig(**{name: value}).to_config()  # type: ignore[arg-type]
+        AsyncGRPOConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("learning_rate", -1.0, "a number > 0"),
+        ("learning_rate", math.nan, "a number > 0"),
+        ("learning_rate", "1e-5", "a number"),
+        ("learning_rate", None, "a number"),
+        ("num_generations", 1, "2 or more"),
+        ("num_generations", 4.0, "a whole number"),
+        ("per_device_train_batch_size", True, "a whole number"),
+        ("max_steps", 0, "1 or more"),
+        ("max_steps", "10", "a whole number, null"),
+        ("num_train_epochs", 1.5, "a whole number, null"),
+        ("temperature", 0.0, "a number > 0"),
+        ("epsilon", 1.5, "a number between 0 and 1"),
+        ("eval_steps", -1, "0 or more"),
+        ("save_total_limit", 0, "1 or more"),
+        ("adam_beta1", 1.0, "a number from 0 up to, but not, 1"),
+        ("seed", "zero", "a whole number"),
+        ("max_staleness", -1, "0 or more"),
+        ("mask_truncated_completions", 1, "true, false"),
+        ("max_completion_length", 0, "1 or more"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_refused_at_once_under_its_name_here(
+    name: str, value: object, allowed: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}=.*: allowed: {allowed}"):
+        AsyncGRPOConfig(**{name: value})  # type: ignore[arg-type]
+    args = AsyncGRPOConfig()
+    setattr(args, name, value)
+    with pytest.raises(ConfigError, match=rf"^{name}="):
+        args.to_config()
+
+
+def test_all_problems_are_told_together_and_those_of_the_base_by_their_keys() -> None:
+    base = default_config()
+    base.trainer.logprob_chunk = 0
+    with pytest.raises(ConfigErrors) as caught:
+        AsyncGRPOConfig(learning_rate=0.0, epsilon_high=-1.0, base=base)
+    assert {error.key for error in caught.value.errors} == {"trainer.logprob_chunk", "learning_rate", "epsilon_high"}
+    for wrong in (None, Config()):
+        with pytest.raises(ConfigError, match="default_config"):
+            AsyncGRPOConfig(base=wrong)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = AsyncGRPOConfig(learning_rate=np.float32(0.5), max_steps=np.int64(7)).to_config()  # type: ignore[arg-type]
+    assert (config.optim.lr, config.trainer.max_steps) == (0.5, 7)
+    assert type(config.optim.lr) is float
+    assert type(config.trainer.max_steps) is int
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_the_switches_of_trl_lead_to_the_precision(name: str) -> None:
+    """A1: one place decides."""
+    with pytest.raises(ConfigError, match=f'{name}=true: say precision="{name}"'):
+        AsyncGRPOConfig(**{name: True})
+    assert AsyncGRPOConfig(**{name: False}) == AsyncGRPOConfig()
 
 
 def test_an_argument_that_does_not_exist_is_a_type_error() -> None:
@@ -166,11 +229,10 @@ def test_a_batch_that_holds_no_whole_groups_is_refused_with_the_nearest_ones(
     batch: int, accumulation: int, group: int, nearest: str
 ) -> None:
     """C11: the message states the unit, the product and the nearest valid values."""
-    args = AsyncGRPOConfig(
-        per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, num_generations=group
-    )
     with pytest.raises(ConfigError) as caught:
-        args.to_config()
+        AsyncGRPOConfig(
+            per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, num_generations=group
+        )
     text = str(caught.value)
     assert f"per_device_train_batch_size={batch}" in text
     assert f"multiples of num_generations={group}" in text
@@ -189,7 +251,7 @@ def test_a_batch_of_whole_groups_is_so_many_prompts() -> None:
 def test_a_group_of_none_is_refused_and_divides_nothing(group: int) -> None:
     """C1."""
     with pytest.raises(ConfigError, match=f"num_generations={group}: allowed: 2 or more"):
-        AsyncGRPOConfig(num_generations=group).to_config()
+        AsyncGRPOConfig(num_generations=group)
 
 
 def test_a_cpu_can_be_asked_for() -> None:

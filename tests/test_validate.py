@@ -145,6 +145,13 @@ def test_fp16_compute_over_fp32_weights_wants_a_loss_scale_and_nothing_else_does
     assert (problem.key, problem.allowed) == ("precision.loss_scale.mode", "none")
 
 
+def test_what_does_not_go_together_is_found_without_the_checkpoint_where_no_site_is_auto() -> None:
+    elsewhere = {"model__name_or_path": "org/name"}
+    [problem] = find_problems(changed(**elsewhere, precision__params="fp32", precision__compute="fp16"))
+    assert problem.key == "precision.loss_scale.mode"
+    assert find_problems(changed(**elsewhere, precision__compute="fp16")) == []
+
+
 @pytest.mark.parametrize("mode", ["high", "medium"])
 def test_tf32_is_refused_where_the_device_is_a_cpu(mode: str) -> None:
     [problem] = find_problems(changed(precision__matmul=mode, trainer__device=Device.cpu))

@@ -4,12 +4,15 @@ The task and the tracker check their own groups; :mod:`grpo_exp.checks` puts eve
 """
 
 import math
+import types
 from pathlib import Path
+from typing import Any, Union, get_args, get_origin
 
 from ..assets import locate
 from ..errors import ConfigError
+from .messages import allowed, leaves
 from .schema import Config, Device
-from .sites import checkpoint_dtype, combination_problems, resolve_sites, site_problems
+from .sites import FOLLOWS, UNKNOWN, checkpoint_dtype, combination_problems, resolve_sites, site_problems
 
 POSITIVE = "a number > 0"
 COUNT = "1 or more"
@@ -18,6 +21,9 @@ COUNT_OR_ZERO = "0 or more"
 
 def value_problems(config: Config) -> list[ConfigError]:
     """Every problem of the groups model, precision, rollout, algo, optim and trainer."""
+    wrong_types = type_problems(config)
+    if wrong_types:  # nothing else can be said about such values
+        return wrong_types
     return [
         *_precision_problems(config),
         *_model_problems(config),
@@ -27,16 +33,38 @@ def value_problems(config: Config) -> list[ConfigError]:
     ]
 
 
+def type_problems(config: Config) -> list[ConfigError]:
+    """Values that are of another type than the schema says. Only Python can give any: OmegaConf converts or refuses."""
+    problems = []
+    for key, hint in leaves().items():
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if key.removeprefix("precision.") not in FOLLOWS and not _fits(value, hint):  # a dtype may be torch's own
+            problems.append(ConfigError(key, value, allowed(key)))
+    return problems
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    if isinstance(value, bool):
+        return hint is bool
+    kind = get_origin(hint) or hint
+    return isinstance(value, int | float if kind is float else kind)
+
+
 def _precision_problems(config: Config) -> list[ConfigError]:
     precision, kwargs = config.precision, config.model.init_kwargs
     problems = site_problems(precision, kwargs)
     folder = Path(locate(config.model.name_or_path)) / str(kwargs.get("subfolder", ""))
     own = checkpoint_dtype(folder) if folder.is_dir() else None
-    if not problems and own is not None:  # with a checkpoint at hand, what goes together is known now
+    if not problems:
         try:
-            problems = combination_problems(precision, resolve_sites(precision, kwargs, own), config.optim.eps)
+            sites = resolve_sites(precision, kwargs, own or UNKNOWN)
+            problems = combination_problems(precision, sites, config.optim.eps)
         except ConfigError as error:
-            problems = [error]
+            problems = [] if own is None else [error]  # without the checkpoint at hand, auto may stand for anything
     if precision.matmul in ("high", "medium") and config.trainer.device is Device.cpu:
         problems.append(ConfigError("precision.matmul", precision.matmul, "highest", "a CPU has no TF32 matmuls"))
     return problems

@@ -40,13 +40,7 @@ def _only_in_python() -> ConfigError:
 
 def validate(config: TaskConfig) -> list[ConfigError]:
     """Every problem that shows without torch, without reading data files and without importing a reward function."""
-    found: list[ConfigError] = []
-    if config.num_eval < 0:
-        found.append(ConfigError("task.num_eval", config.num_eval, "0 or more prompts"))
-    if config.max_completion_tokens < 1:
-        found.append(ConfigError("task.max_completion_tokens", config.max_completion_tokens, "1 or more"))
-    if not 0 < config.reward_timeout_s < math.inf:
-        found.append(ConfigError("task.reward_timeout_s", config.reward_timeout_s, "seconds, more than 0"))
+    found = common_problems(config)
     match config.name:
         case TaskName.reverse | TaskName.shortest:
             return found + prompts.problems(config, reverse.ALPHABET) + ignored(config)
@@ -56,6 +50,18 @@ def validate(config: TaskConfig) -> list[ConfigError]:
             return found + jsonl.problems(config)
         case TaskName.python:
             return [*found, _only_in_python()]
+
+
+def common_problems(config: TaskConfig) -> list[ConfigError]:
+    """What is wrong whatever the task is, also with prompts and functions that were given in Python."""
+    found: list[ConfigError] = []
+    if config.num_eval < 0:
+        found.append(ConfigError("task.num_eval", config.num_eval, "0 or more prompts"))
+    if config.max_completion_tokens < 1:
+        found.append(ConfigError("task.max_completion_tokens", config.max_completion_tokens, "1 or more"))
+    if not 0 < config.reward_timeout_s < math.inf:
+        found.append(ConfigError("task.reward_timeout_s", config.reward_timeout_s, "seconds, more than 0"))
+    return found
 
 
 def ignored(config: TaskConfig) -> list[ConfigError]:
