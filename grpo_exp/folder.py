@@ -186,7 +186,7 @@ class RunFolder:
         sweep = frozen.values["sweep"]
         (self.path / "config.yaml").write_text(frozen.to_yaml(), encoding="utf-8")
         self.update_manifest(
-            run={"name": self.path.name, "created": now(), "config_hash": frozen.hash},
+            run={"name": self.path.name, "created": now(), "config_hash": frozen.hash, "folder": os.getcwd()},
             sweep={
                 "name": sweep["name"] or Path(frozen.values["runs_dir"]).name,
                 "factors": factors,

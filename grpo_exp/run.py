@@ -87,6 +87,7 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
     try:
         config = to_typed(yaml.safe_load((path / "config.yaml").read_text()))
         set_environment(config)
+        add_start_folder(folder)
         spawned = spawn_workers(config.rollout, folder.logs)
         tracker = start_tracker(config.tracker, folder)
         trainer = build_trainer(config, folder, spawned, tracker, stop, [progress] if progress else [])
@@ -128,6 +129,13 @@ def set_environment(config: Config) -> None:
     os.environ.setdefault("MKL_NUM_THREADS", threads)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def add_start_folder(folder: RunFolder) -> None:
+    """Modules of reward functions may lie where the command was given, wherever the run is resumed; installed ones win."""
+    start = folder.manifest().get("run", {}).get("folder")
+    if start is not None and start not in sys.path:
+        sys.path.append(start)
 
 
 def build_trainer(

@@ -26,7 +26,7 @@ def jsonl(folder: Path, rows: list[Any], **settings: Any) -> TaskConfig:
     path = folder / "data.jsonl"
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return TaskConfig(**{"name": TaskName.jsonl, "path": str(path), "reward": "some.module:function", **settings})
+    return TaskConfig(**{"name": TaskName.jsonl, "path": str(path), "reward": "letter_rewards:num_letters", **settings})
 
 
 def numbered(count: int) -> list[dict[str, str]]:
@@ -119,7 +119,7 @@ def test_a_file_is_read_row_by_row_with_all_its_columns(tmp_path: Path):
         {"prompt": "1+1", "answer": 2, "level": "easy"},
         {"prompt": "é", "answer": "", "level": None},
     ]
-    assert task.reward_funcs == ["some.module:function"]
+    assert task.reward_funcs == ["letter_rewards:num_letters"]
 
 
 def test_a_completion_is_right_if_it_is_the_answer_but_for_white_space(tmp_path: Path):
@@ -201,9 +201,11 @@ def test_a_misspelt_reward_is_found_without_importing_it(tmp_path: Path, reward:
     assert [error.key for error in tasks.validate(jsonl(tmp_path, numbered(3), reward=reward))] == ["task.reward"]
 
 
-@pytest.mark.parametrize("reward", ["module:f", "a.b.c:Class.method", "{}/rewards.py:f"])
+@pytest.mark.parametrize(
+    "reward", ["letter_rewards:num_letters", "grpo_exp.tasks.jsonl:ExactMatch.__call__", "{}/rewards.py:f"]
+)
 def test_rewards_may_be_in_modules_and_in_files(tmp_path: Path, reward: str):
-    (tmp_path / "rewards.py").touch()
+    (tmp_path / "rewards.py").write_text("f = print\n")
     assert tasks.validate(jsonl(tmp_path, numbered(3), reward=reward.format(tmp_path))) == []
 
 
@@ -219,4 +221,4 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path):
     path = tmp_path / "binary.jsonl"
     path.write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"task\.path=.*UTF-8"):
-        tasks.build(TaskConfig(name=TaskName.jsonl, path=str(path), reward="some.module:function"))
+        tasks.build(TaskConfig(name=TaskName.jsonl, path=str(path), reward="letter_rewards:num_letters"))

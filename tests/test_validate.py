@@ -237,9 +237,13 @@ def test_errors_survive_a_process_boundary() -> None:
         assert (type(again), str(again)) == (type(make()), str(make()))
 
 
-def test_checking_loads_neither_torch_nor_a_users_code() -> None:
+def test_checking_loads_neither_torch_nor_a_users_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The subprocess tests of the command line show it for torch; here: the reward function is not imported."""
-    name = "package_that_is_not_there"
-    found = find_problems(changed(task__name=TaskName.jsonl, task__path=__file__, task__reward=f"{name}:function"))
-    assert found == []
+    name = "package_that_must_not_be_imported"
+    (tmp_path / f"{name}.py").write_text("def function(completions, **columns): ...\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+    task = {"task__name": TaskName.jsonl, "task__path": "prompts.jsonl"}
+    assert find_problems(changed(**task, task__reward=f"{name}:function")) == []
+    assert [problem.key for problem in find_problems(changed(**task, task__reward=f"{name}:fun"))] == ["task.reward"]
     assert name not in sys.modules

@@ -52,7 +52,8 @@ def run_here(job: Composed) -> int:
 def command(planned: Planned) -> list[str]:
     """The command line that runs a prepared folder and ends with this process."""
     resume = ["--resume"] if planned.action is Action.resume else []
-    return [sys.executable, "-m", "grpo_exp.run", str(planned.path), "--tied", str(os.getpid()), *resume]
+    safe = "-P"  # a random.py in the folder of the command is not Python's random
+    return [sys.executable, safe, "-m", "grpo_exp.run", str(planned.path), "--tied", str(os.getpid()), *resume]
 
 
 def launch(jobs: list[Composed], num_parallel: int, retry: str) -> list[Path]:

@@ -1,7 +1,7 @@
 """Tasks: what is asked and what is rewarded, one small file each. No module here imports torch.
 
-``build`` makes the task of a configuration; ``validate`` says beforehand, without reading data or importing the user's
-code, what is wrong with it.
+``build`` makes the task of a configuration; ``validate`` says beforehand, without importing the user's code, what is
+wrong with it.
 """
 
 import math
@@ -39,7 +39,7 @@ def _only_in_python() -> ConfigError:
 
 
 def validate(config: TaskConfig) -> list[ConfigError]:
-    """Every problem that shows without torch, without reading data files and without importing a reward function."""
+    """Every problem that shows without torch and without importing a reward function."""
     found = common_problems(config)
     match config.name:
         case TaskName.reverse | TaskName.shortest:

@@ -1,6 +1,6 @@
 """Functions named in a configuration: ``package.module:function`` or ``path/to/file.py:function``.
 
-Checking the spelling imports nothing; loading is left to the process that runs the function.
+Checking a name imports nothing; loading is left to the process that runs the function.
 """
 
 import importlib
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from grpo_exp.tasks import static
 
 ALLOWED = "package.module:function or path/to/file.py:function"
 _NAME = r"[A-Za-z_]\w*"
@@ -24,17 +26,17 @@ def split(import_path: str) -> tuple[str, str]:
 
 
 def problem(import_path: str) -> str | None:
-    """What is wrong with the spelling, as far as it can be told without importing; None if nothing is."""
+    """Why there can be no such function, as far as it can be told without importing; None if nothing speaks against it."""
     module, name = split(import_path)
     if not module or not name:
         return "there is no colon between module and function"
     if not _DOTTED.fullmatch(name):
         return f"{name!r} is not the name of a function"
     if module.endswith(".py"):
-        return None if Path(module).is_file() else f"there is no file {module} in {Path.cwd()}"
+        return static.problem(module, name) if Path(module).is_file() else f"there is no file {module} in {Path.cwd()}"
     if "/" in module or "\\" in module:
         return f"{module} is not a .py file"
-    return None if _DOTTED.fullmatch(module) else f"{module!r} is not the name of a module"
+    return static.problem(module, name) if _DOTTED.fullmatch(module) else f"{module!r} is not the name of a module"
 
 
 def absolute(import_path: str) -> str:

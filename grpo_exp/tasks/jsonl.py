@@ -7,6 +7,7 @@ file is all trained on and nothing is evaluated.
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,38 @@ def build(config: TaskConfig) -> Task:
 
 
 def problems(config: TaskConfig) -> list[ConfigError]:
-    """What can be said without reading the whole files or importing the reward function."""
-    found = file_problems("task.path", config.path)
+    """What is wrong with the files and with the name of the reward function, which is not imported."""
+    found = data_problems("task.path", config.path, config)
     if config.eval_path is not None:
-        found += file_problems("task.eval_path", config.eval_path)
+        found += data_problems("task.eval_path", config.eval_path, config)
     if config.reward is None:
         return [*found, no_reward()]
     problem = import_path.problem(config.reward)
     if problem:
         found.append(ConfigError("task.reward", config.reward, import_path.ALLOWED, problem))
     return found
+
+
+def data_problems(key: str, path: str | None, config: TaskConfig) -> list[ConfigError]:
+    """The first thing that is wrong with a file or its rows."""
+    found = file_problems(key, path)
+    if found or path is None:
+        return found
+    known = Path(path).stat()
+    problem = _problem_of_rows(path, key, config.prompt_field, config.answer_field, known.st_mtime_ns, known.st_size)
+    return [] if problem is None else [problem]
+
+
+@lru_cache(maxsize=16)
+def _problem_of_rows(
+    path: str, key: str, prompt_field: str, answer_field: str, modified: int, size: int
+) -> ConfigError | None:
+    """Kept, as the jobs of a sweep share a file."""
+    try:
+        read(path, key, TaskConfig(prompt_field=prompt_field, answer_field=answer_field))
+    except ConfigError as error:
+        return error
+    return None
 
 
 def file_problems(key: str, path: str | None) -> list[ConfigError]:
