@@ -8,7 +8,6 @@ A checkpoint is written beside its place and renamed, so that a folder with the 
 """
 
 import json
-import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,8 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .errors import RunFailed
+from .folder import list_checkpoints
 from .optim import Optimizer
 from .sync.shm import unique_parameters
+
+__all__ = ["Progress", "list_checkpoints", "load", "read_progress", "save"]
 
 RNG = "rng"
 
@@ -43,13 +45,6 @@ class Progress:
     evaluated_at: int = -1  # the last step with an evaluation
     groups: dict[str, int] = field(default_factory=dict)
     stop_reason: str | None = None
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{6,}", path.name))
 
 
 def save(folder: Path, progress: Progress, model: Any, optimizer: Optimizer, tokenizer: Any, keep: int) -> Path:

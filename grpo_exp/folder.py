@@ -22,6 +22,8 @@ from . import jsonl
 from .config.freeze import Frozen
 from .errors import RunFailed
 
+CHECKPOINT = re.compile(r"step-(\d{6,})")
+
 
 class State(Enum):
     created = "created"
@@ -72,6 +74,13 @@ def is_in_use(path: Path) -> bool:
     return False
 
 
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in a folder of them, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name))
+
+
 class RunFolder:
     """One run's folder."""
 
@@ -95,6 +104,10 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def list_checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return list_checkpoints(self.checkpoints)
+
     def lock(self) -> None:
         """Take the folder for this process; nothing happens if this object has it already.
 
@@ -114,7 +127,7 @@ class RunFolder:
     def begin(self, max_steps: int | None, after_step: int | None, updates: int = 0) -> None:
         """Start, or go on after a step: what came later is cut, checkpoints too, as that part is run again."""
         for path in self.checkpoints.iterdir():
-            step = re.fullmatch(r"step-(\d+)", path.name)
+            step = CHECKPOINT.fullmatch(path.name)
             if step is None or after_step is None or int(step[1]) > after_step:
                 shutil.rmtree(path)
         for name in ("metrics.jsonl", "events.jsonl", "trained.jsonl"):
@@ -125,6 +138,8 @@ class RunFolder:
         self._metrics = jsonl.JsonlWriter(self.path / "metrics.jsonl")
         self._events = jsonl.JsonlWriter(self.path / "events.jsonl")
         self._trained = jsonl.JsonlWriter(self.path / "trained.jsonl")
+        if after_step is None and self.status.step:
+            self.event(0, "restart", {"lost_steps": self.status.step})
         self.update(
             state=State.running,
             step=after_step or 0,

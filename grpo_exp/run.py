@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from . import assets
 from .config.compose import to_typed
 from .config.schema import Config
 from .errors import ConfigError, RunFailed
@@ -88,6 +89,13 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
         config = to_typed(yaml.safe_load((path / "config.yaml").read_text()))
         set_environment(config)
         add_start_folder(folder)
+        _say_source(config, folder)
+        if resume and folder.status.step and not folder.list_checkpoints():
+            print(
+                f"no checkpoint is left in {folder.checkpoints}: the run starts again from step 0"
+                f" (it had reached {folder.status.step})",
+                file=sys.stderr,
+            )
         spawned = spawn_workers(config.rollout, folder.logs)
         tracker = start_tracker(config.tracker, folder)
         trainer = build_trainer(config, folder, spawned, tracker, stop, [progress] if progress else [])
@@ -120,6 +128,14 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
             tracker.finish(code)
         folder.close()
     return code
+
+
+def _say_source(config: Config, folder: RunFolder) -> None:
+    """Which weights a name stands for that may stand for several, on the console or in the log, and in the manifest."""
+    source = assets.source(config.model.name_or_path)
+    folder.update_manifest(model={"source": source})
+    if source != assets.AS_NAMED:
+        print(f"model: {source}", file=sys.stderr)
 
 
 def set_environment(config: Config) -> None:

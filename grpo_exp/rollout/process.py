@@ -54,7 +54,7 @@ class WorkerProcess:
         threads = str(num_threads)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "grpo_exp.rollout.worker", str(theirs.fileno()), str(weights_fd)],
+                [sys.executable, "-P", "-m", "grpo_exp.rollout.worker", str(theirs.fileno()), str(weights_fd)],
                 pass_fds=(theirs.fileno(), weights_fd),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
