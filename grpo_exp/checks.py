@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import tasks, track
+from . import assets, tasks, track
 from .config.schema import Config, Device
 from .config.validate import value_problems
 from .errors import ConfigError, ConfigErrors
@@ -29,9 +29,10 @@ def find_problems(config: Config) -> list[ConfigError]:
 
 def machine_problems(config: Config) -> list[ConfigError]:
     """What does not go on this machine, as far as that is seen without torch."""
+    missing = assets.problem("model.name_or_path", config.model.name_or_path)
+    problems = [] if missing is None else [missing]
     if has_gpu():
-        return []
-    problems = []
+        return problems
     if config.trainer.device is Device.cuda:
         problems.append(ConfigError("trainer.device", "cuda", "auto, cpu", "this machine has no GPU"))
     elif config.precision.matmul in ("high", "medium") and config.trainer.device is Device.auto:

@@ -11,7 +11,7 @@ from .errors import ConfigError, RunFailed
 if TYPE_CHECKING:
     from .config.compose import Composed
 
-COMMANDS = ("compare", "resume")
+COMMANDS = ("compare", "fetch-model", "resume")
 
 
 def main() -> None:
@@ -45,6 +45,10 @@ def dispatch(argv: list[str]) -> int:
             return compare(rest)
         case ["resume", *rest]:
             return resume(rest)
+        case ["fetch-model", *rest]:
+            from .fetch import main as fetch
+
+            return fetch(rest)
         case ["--version"]:
             from . import __version__
 

@@ -70,6 +70,8 @@ COMPOSED = {
 NOT_RUN = {
     "make demo": "six full runs after an installation; its command is composed",
     "make test": "what runs this test",
+    "pip install 'grpo-exp[fetch]'": "changes the environment that tests run in",
+    "grpo-exp fetch-model smollm2_135m": "downloads 93 MB; has tests of its own",
     "wandb sync runs/RUN/wandb/offline-run-*": "needs an account",
     "wandb sync runs/*/wandb/offline-run-*": "needs an account",
     "grpo-exp compare runs/gpu": "needs runs on a GPU",

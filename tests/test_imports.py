@@ -33,7 +33,7 @@ LAYERS = (
     {"rollout", "tasks", "track", "tokens"},
     {"args", "checks", "record", "trainer"},
     {"progress", "run"},
-    {"cli", "launch", "report"},
+    {"cli", "fetch", "launch", "probe_grid", "report"},
 )
 """Each layer imports from itself and from those above it in this list."""
 

@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
-from ..assets import locate
+from ..assets import check_known, locate
 from ..errors import ConfigError
 from .messages import allowed, leaves
 from .schema import Config, Device
@@ -24,6 +24,11 @@ def value_problems(config: Config) -> list[ConfigError]:
     wrong_types = type_problems(config)
     if wrong_types:  # nothing else can be said about such values
         return wrong_types
+    try:
+        check_known("model.name_or_path", config.model.name_or_path)
+        check_known("model.tokenizer", config.model.tokenizer or "")
+    except ConfigError as error:
+        return [error]
     return [
         *_precision_problems(config),
         *_model_problems(config),
