@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_exp import checks
 from grpo_exp.checks import check, choice_problems, find_problems, machine_problems
+from grpo_exp.config.messages import leaves
 from grpo_exp.config.schema import Config, Device, LossScaleMode, TaskName
 from grpo_exp.errors import ConfigError, ConfigErrors
 
@@ -61,6 +62,15 @@ REFUSED: list[tuple[str, Any]] = [
     ("algo__advantage_eps", 0.0),
     ("rollout__temperature", 0.0),
     ("rollout__temperature", math.inf),
+    ("rollout__temperature", 1e-320),
+    ("rollout__num_workers", 10**9),
+    ("rollout__num_threads", 10**6),
+    ("trainer__num_threads", 10**6),
+    ("optim__weight_decay", math.inf),
+    ("precision__loss_scale__init", math.inf),
+    ("precision__loss_scale__growth_factor", math.nan),
+    ("precision__loss_scale__backoff_factor", 1.0),
+    ("precision__loss_scale__growth_interval", 0),
     ("rollout__num_workers", -1),
     ("rollout__max_staleness", -1),
     ("rollout__batch_size", 0),
@@ -223,6 +233,18 @@ def test_nothing_in_a_configuration_is_changed_by_checking_it() -> None:
 def test_a_number_that_is_accepted_is_finite_and_positive(value: float, key: str) -> None:
     if not find_problems(changed(**{key: value})):
         assert 0 < value < math.inf
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, -1, 0, 2**63, 10**400, 1e-320, 1e308], ids=lambda value: str(value)[:8]
+)
+def test_no_number_makes_checking_fail_and_nan_is_never_accepted(value: float) -> None:
+    """Every key that takes a number, with every odd number."""
+    for key, hint in leaves().items():
+        kinds = {hint, *get_args(hint)}
+        if float in kinds or (int in kinds and isinstance(value, int)):
+            refused = key in {problem.key for problem in find_problems(changed(**{key.replace(".", "__"): value}))}
+            assert refused or value == value, key
 
 
 def test_errors_survive_a_process_boundary() -> None:

@@ -6,6 +6,7 @@ A *site* is one place where a dtype is chosen. Names are ``fp32``, ``bf16``, ``f
 
 import difflib
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -189,17 +190,16 @@ def site_problems(config: PrecisionConfig, init_kwargs: Mapping[str, Any]) -> li
     if config.matmul not in MATMUL_MODES:
         problems.append(ConfigError("precision.matmul", config.matmul, MATMUL_MODES))
     scale = config.loss_scale
-    if not scale.init > 0:
-        problems.append(ConfigError("precision.loss_scale.init", scale.init, "a number > 0"))
-    if scale.mode is LossScaleMode.dynamic:
-        if not scale.growth_factor > 1:
-            problems.append(ConfigError("precision.loss_scale.growth_factor", scale.growth_factor, "a number > 1"))
-        if not 0 < scale.backoff_factor < 1:
-            problems.append(
-                ConfigError("precision.loss_scale.backoff_factor", scale.backoff_factor, "a number between 0 and 1")
-            )
-        if scale.growth_interval < 1:
-            problems.append(ConfigError("precision.loss_scale.growth_interval", scale.growth_interval, "1 or more"))
+    problems += [
+        ConfigError(f"precision.loss_scale.{key}", value, allowed)
+        for key, value, allowed, good in (
+            ("init", scale.init, "a number > 0 that fp32 can hold", 2.0**-126 <= scale.init <= 2.0**127),
+            ("growth_factor", scale.growth_factor, "a number > 1", 1 < scale.growth_factor < math.inf),
+            ("backoff_factor", scale.backoff_factor, "a number between 0 and 1", 0 < scale.backoff_factor < 1),
+            ("growth_interval", scale.growth_interval, "1 or more", scale.growth_interval >= 1),
+        )
+        if not good
+    ]
     return problems
 
 

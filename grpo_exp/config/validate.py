@@ -3,8 +3,8 @@
 The task and the tracker check their own groups; :mod:`grpo_exp.checks` puts everything together.
 """
 
-import math
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -15,7 +15,9 @@ from .schema import Config, Device
 from .sites import FOLLOWS, UNKNOWN, checkpoint_dtype, combination_problems, resolve_sites, site_problems
 
 POSITIVE = "a number > 0"
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # fp32 holds what lies between in full precision
 COUNT = "1 or more"
+MANY = 1024  # processes or threads: beyond it a machine is brought down by a typo
 COUNT_OR_ZERO = "0 or more"
 
 
@@ -32,7 +34,8 @@ def value_problems(config: Config) -> list[ConfigError]:
     return [
         *_precision_problems(config),
         *_model_problems(config),
-        *_bounds(config),
+        *_count_problems(config),
+        *_number_problems(config),
         *_rollout_problems(config),
         *_algo_problems(config),
     ]
@@ -92,67 +95,69 @@ def _model_problems(config: Config) -> list[ConfigError]:
     return problems
 
 
-def _bounds(config: Config) -> list[ConfigError]:
-    trainer, optim = config.trainer, config.optim
+def _refused(values: dict[str, Any], allowed: str, is_good: Callable[[Any], bool]) -> list[ConfigError]:
+    """One problem for each value that is neither null nor good."""
+    return [
+        ConfigError(key, value, allowed) for key, value in values.items() if value is not None and not is_good(value)
+    ]
+
+
+def _count_problems(config: Config) -> list[ConfigError]:
+    trainer, rollout = config.trainer, config.rollout
+    positive = {
+        "trainer.max_steps": trainer.max_steps,
+        "trainer.max_epochs": trainer.max_epochs,
+        "trainer.prompts_per_step": trainer.prompts_per_step,
+        "trainer.tokens_per_micro_batch": trainer.tokens_per_micro_batch,
+        "trainer.logprob_chunk": trainer.logprob_chunk,
+        "trainer.keep_checkpoints": trainer.keep_checkpoints,
+        "trainer.max_skipped_steps": trainer.max_skipped_steps,
+        "rollout.batch_size": rollout.batch_size,
+    }
+    or_zero = {
+        "trainer.eval_every": trainer.eval_every,
+        "trainer.save_every": trainer.save_every,
+        "optim.warmup_steps": config.optim.warmup_steps,
+        "rollout.max_staleness": rollout.max_staleness,
+        "rollout.max_retries": rollout.max_retries,
+        "rollout.max_failures": rollout.max_failures,
+    }
+    threads = {"trainer.num_threads": trainer.num_threads, "rollout.num_threads": rollout.num_threads}
     problems = [
-        ConfigError(key, value, COUNT)
-        for key, value in {
-            "trainer.max_steps": trainer.max_steps,
-            "trainer.max_epochs": trainer.max_epochs,
-            "trainer.num_threads": trainer.num_threads,
-            "trainer.prompts_per_step": trainer.prompts_per_step,
-            "trainer.tokens_per_micro_batch": trainer.tokens_per_micro_batch,
-            "trainer.logprob_chunk": trainer.logprob_chunk,
-            "trainer.keep_checkpoints": trainer.keep_checkpoints,
-            "trainer.max_skipped_steps": trainer.max_skipped_steps,
-            "rollout.batch_size": config.rollout.batch_size,
-            "rollout.num_threads": config.rollout.num_threads,
-        }.items()
-        if value is not None and value < 1
-    ]
-    problems += [
-        ConfigError(key, value, COUNT_OR_ZERO)
-        for key, value in {
-            "trainer.eval_every": trainer.eval_every,
-            "trainer.save_every": trainer.save_every,
-            "optim.warmup_steps": optim.warmup_steps,
-            "optim.weight_decay": optim.weight_decay,
-            "optim.max_grad_norm": optim.max_grad_norm,
-            "rollout.num_workers": config.rollout.num_workers,
-            "rollout.max_staleness": config.rollout.max_staleness,
-            "rollout.max_retries": config.rollout.max_retries,
-            "rollout.max_failures": config.rollout.max_failures,
-        }.items()
-        if value is not None and not value >= 0
-    ]
-    problems += [
-        ConfigError(key, value, POSITIVE)
-        for key, value in {
-            "trainer.max_minutes": trainer.max_minutes,
-            "trainer.stall_timeout_s": trainer.stall_timeout_s,
-            "rollout.startup_timeout_s": config.rollout.startup_timeout_s,
-            "rollout.request_timeout_s": config.rollout.request_timeout_s,
-            "optim.lr": optim.lr,
-            "optim.eps": optim.eps,
-            "algo.advantage_eps": config.algo.advantage_eps,
-        }.items()
-        if value is not None and not (value > 0 and math.isfinite(value))
-    ]
-    problems += [
-        ConfigError(key, value, "a number from 0 up to, but not, 1")
-        for key, value in {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}.items()
-        if not 0 <= value < 1
+        *_refused(positive, COUNT, lambda value: value >= 1),
+        *_refused(or_zero, COUNT_OR_ZERO, lambda value: value >= 0),
+        *_refused(threads, f"1 to {MANY}", lambda value: 1 <= value <= MANY),
+        *_refused({"rollout.num_workers": rollout.num_workers}, f"0 to {MANY}", lambda value: 0 <= value <= MANY),
     ]
     if trainer.max_steps is None and trainer.max_epochs is None and trainer.max_minutes is None:
-        problems.append(
-            ConfigError("trainer.max_steps", None, COUNT, "or set trainer.max_epochs or trainer.max_minutes")
-        )
+        fix = "or set trainer.max_epochs or trainer.max_minutes"
+        problems.append(ConfigError("trainer.max_steps", None, COUNT, fix))
     return problems
+
+
+def _number_problems(config: Config) -> list[ConfigError]:
+    trainer, optim = config.trainer, config.optim
+    positive = {
+        "trainer.max_minutes": trainer.max_minutes,
+        "trainer.stall_timeout_s": trainer.stall_timeout_s,
+        "rollout.startup_timeout_s": config.rollout.startup_timeout_s,
+        "rollout.request_timeout_s": config.rollout.request_timeout_s,
+        "optim.lr": optim.lr,
+        "optim.eps": optim.eps,
+        "algo.advantage_eps": config.algo.advantage_eps,
+    }
+    decays = {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}
+    return [
+        *_refused(positive, POSITIVE, lambda value: SMALLEST <= value <= LARGEST),
+        *_refused({"optim.weight_decay": optim.weight_decay}, COUNT_OR_ZERO, lambda value: 0 <= value <= LARGEST),
+        *_refused({"optim.max_grad_norm": optim.max_grad_norm}, COUNT_OR_ZERO, lambda value: value >= 0),
+        *_refused(decays, "a number from 0 up to, but not, 1", lambda value: 0 <= value < 1),
+    ]
 
 
 def _rollout_problems(config: Config) -> list[ConfigError]:
     rollout, problems = config.rollout, []
-    if not (rollout.temperature > 0 and math.isfinite(rollout.temperature)):
+    if not SMALLEST <= rollout.temperature <= LARGEST:
         problems.append(
             ConfigError(
                 "rollout.temperature",
