@@ -60,6 +60,9 @@ COMPOSED = {
     "grpo-exp -m debug=smoke precision=fp32,fp32_tf32,bf16,fp16,bf16_pure,bf16_head32 rollout=lockstep"
     " trainer.device=cuda runs_dir=runs/gpu": "needs a GPU",
     "grpo-exp -m debug=smoke precision=bf16,fp16 trainer.device=cuda runs_dir=runs/gpu": "needs a GPU",
+    "grpo-exp task=reasoning_gym task.dataset=spell_backward task.dataset_kwargs.max_word_len=4 model=smollm2_135m"
+    " optim=adamw": "a full run of a model that is fetched",
+    "grpo-exp task=chain_sum model=smollm2_135m optim=adamw": "a full run of a model that is fetched",
     "grpo-exp model=local model.name_or_path=/path/to/checkpoint optim=adamw task=jsonl task.path=prompts.jsonl"
     " task.reward=reward.py:reward": "a full run",
     "grpo-exp model=hub model.name_or_path=Qwen/Qwen3-0.6B optim=adamw task=jsonl task.path=prompts.jsonl"

@@ -29,7 +29,8 @@ from .sites import SPELLINGS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF_DIR = next(folder for folder in (PACKAGE / "conf", PACKAGE.parent / "conf") if folder.is_dir())
-OPEN_KEYS = ("model.init_kwargs.", "model.init_kwargs=")  # dictionaries that a command line may fill without a "+"
+# dictionaries that a command line may fill without a "+"
+OPEN_KEYS = ("model.init_kwargs.", "model.init_kwargs=", "task.dataset_kwargs.", "task.dataset_kwargs=")
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 ConfigStore.instance().store(name="schema", node=Config, provider="grpo_exp")

@@ -33,7 +33,16 @@ class TaskName(Enum):
     sort = "sort"
     shortest = "shortest"
     jsonl = "jsonl"
+    reasoning_gym = "reasoning_gym"
     python = "python"  # rows and functions were given to AsyncGRPOTrainer as objects
+
+
+class AnswerFrom(Enum):
+    """What of a completion is scored as its answer, with ``task=reasoning_gym``."""
+
+    text = "text"  # all of it
+    tag = "tag"  # what the last <answer>…</answer> encloses
+    number = "number"  # the last number
 
 
 class RewardErrors(Enum):
@@ -148,7 +157,10 @@ class RolloutConfig:
 
 @dataclass
 class TaskConfig:
-    """Prompts and reward. ``reward`` is an import path (``package.module:function`` or ``file.py:function``) for ``jsonl``."""
+    """Prompts and reward. ``reward`` is an import path (``package.module:function`` or ``file.py:function``) for ``jsonl``.
+
+    ``dataset`` to ``system_prompt`` are for ``reasoning_gym``.
+    """
 
     name: TaskName = TaskName.reverse
     num_train: int = 8192
@@ -161,6 +173,10 @@ class TaskConfig:
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     reward: str | None = None
+    dataset: str | None = None  # of reasoning-gym
+    dataset_kwargs: dict[str, Any] = field(default_factory=dict)
+    answer_from: AnswerFrom = AnswerFrom.text
+    system_prompt: str | None = None  # a text, or the name of one of reasoning-gym's: default, simple, direct, …
     reward_timeout_s: float = 60.0
     reward_errors: RewardErrors = RewardErrors.fail
     shuffle_rewards: bool = False  # a control: rewards of a group are permuted, so nothing can be learnt

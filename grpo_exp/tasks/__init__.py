@@ -8,10 +8,14 @@ import math
 
 from grpo_exp.config.schema import TaskConfig, TaskName
 from grpo_exp.errors import ConfigError, ConfigErrors
-from grpo_exp.tasks import jsonl, prompts, reverse, shortest, sort
+from grpo_exp.tasks import gym, jsonl, prompts, reverse, shortest, sort
 from grpo_exp.tasks.types import Accuracy, Completion, RewardFunction, RewardSpec, Row, Task, text
 
 __all__ = ["Accuracy", "Completion", "RewardFunction", "RewardSpec", "Row", "Task", "build", "text", "validate"]
+
+
+OF_JSONL = ("path", "eval_path", "reward")
+OF_GYM = ("dataset", "dataset_kwargs", "system_prompt")
 
 
 def build(config: TaskConfig) -> Task:
@@ -28,6 +32,8 @@ def build(config: TaskConfig) -> Task:
             return shortest.build(config)
         case TaskName.jsonl:
             return jsonl.build(config)
+        case TaskName.reasoning_gym:
+            return gym.build(config)
         case TaskName.python:
             raise _only_in_python()
 
@@ -43,11 +49,13 @@ def validate(config: TaskConfig) -> list[ConfigError]:
     found = common_problems(config)
     match config.name:
         case TaskName.reverse | TaskName.shortest:
-            return found + prompts.problems(config, reverse.ALPHABET) + ignored(config)
+            return found + prompts.problems(config, reverse.ALPHABET) + ignored(config, *OF_JSONL, *OF_GYM)
         case TaskName.sort:
-            return found + prompts.problems(config, sort.ALPHABET) + ignored(config)
+            return found + prompts.problems(config, sort.ALPHABET) + ignored(config, *OF_JSONL, *OF_GYM)
         case TaskName.jsonl:
-            return found + jsonl.problems(config)
+            return found + jsonl.problems(config) + ignored(config, *OF_GYM)
+        case TaskName.reasoning_gym:
+            return found + gym.problems(config) + ignored(config, *OF_JSONL)
         case TaskName.python:
             return [*found, _only_in_python()]
 
@@ -64,8 +72,12 @@ def common_problems(config: TaskConfig) -> list[ConfigError]:
     return found
 
 
-def ignored(config: TaskConfig) -> list[ConfigError]:
-    """Settings of ``jsonl`` on a task that would ignore them: an error, so that nobody trains on the wrong data."""
-    given = {"path": config.path, "eval_path": config.eval_path, "reward": config.reward}
+def ignored(config: TaskConfig, *names: str) -> list[ConfigError]:
+    """Settings on a task that would ignore them: an error, so that nobody trains on the wrong data."""
+    given = {name: getattr(config, name) for name in names}
     allowed = f"null with task={config.name.value}"
-    return [ConfigError(f"task.{k}", v, allowed, "add task=jsonl") for k, v in given.items() if v is not None]
+    return [
+        ConfigError(f"task.{name}", value, allowed, f"add task={'jsonl' if name in OF_JSONL else 'reasoning_gym'}")
+        for name, value in given.items()
+        if value not in (None, {})
+    ]
