@@ -38,7 +38,8 @@ def loop_training(turns: Turns, overrides: list[str], folder: Path) -> None:
     tokens, step = 0, 0
     while turns.step_done(tokens):
         limits = (config.task.max_completion_tokens, config.trainer.tokens_per_micro_batch)
-        batch = build_batch(recorded[step % len(recorded)], config.algo, *limits, trainer.device)
+        groups = recorded[step % len(recorded)]
+        batch = build_batch(groups, config.algo, *limits, trainer.device, trainer.policy.shares_prompts)
         trainer.passes.run(batch, trainer.optimizer.loss_scale.scale)
         trainer.optimizer.step(1e-6)
         trainer.optimizer.zero_grad()
@@ -70,7 +71,8 @@ class Halves:
         config, rows = self.trainer.config, self.trainer.task.train
         count, size, limit = config.trainer.prompts_per_step, config.algo.group_size, config.task.max_completion_tokens
         serials = range(step * count, (step + 1) * count)
-        return [Request(s, self.codec.encode(rows[s % len(rows)]), size, limit, 1.0, s) for s in serials]
+        prompts = self.codec.encode([rows[serial % len(rows)] for serial in serials])
+        return [Request(s, ids, size, limit, 1.0, s) for s, ids in zip(serials, prompts, strict=True)]
 
     def groups(self, step: int) -> "list[Group]":
         """The groups of one step, with their rewards."""

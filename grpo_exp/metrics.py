@@ -8,6 +8,7 @@ import resource
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,7 +85,7 @@ def step_metrics(batch: StepBatch, passes: Passes, version: int) -> dict[str, fl
     num_kept = int((~advantages.dropped).sum())
     lengths = torch.tensor([len(rollout.token_ids) for rollout in batch.rollouts])
     truncated = torch.tensor([not rollout.finished for rollout in batch.rollouts])
-    lags = version - torch.cat([torch.from_numpy(rollout.versions) for rollout in batch.rollouts])
+    lags = version - torch.from_numpy(np.concatenate([rollout.versions for rollout in batch.rollouts]))
     mismatch = mismatch_metrics(passes.mu, passes.old, passes.sequence)
     return {
         "reward/mean": float(valid.mean()) if len(valid) else math.nan,

@@ -7,6 +7,7 @@ order, row after row, so nothing that follows a forward pass knows the differenc
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Completion:
+class Completion(NamedTuple):
     """One row to be scored. Rows with the same ``group`` have the same prompt."""
 
     group: int
@@ -101,23 +101,21 @@ class Cut:
 def cut_rows(completions: Sequence[Completion], rows: Iterable[int], budget: int) -> Cut:
     """Rows of similar length together, as many as have a padded size within a budget of tokens; one at least."""
     shapes = {row: _Shape(row, 0, completions[row].num_tokens) for row in rows}
-    return _cut(sorted(shapes, key=lambda row: (-shapes[row].width, row)), shapes, budget)
+    order = [row for _, row in sorted((-shape.width, row) for row, shape in shapes.items())]
+    return _cut(order, shapes, budget)
 
 
 def cut_groups(completions: Sequence[Completion], rows: Iterable[int], budget: int) -> Cut:
     """Rows of a group together, groups of similar length; in each part the prompt of a group counts once."""
+    shapes = {row: _Shape(c.group, len(c.prompt_ids), len(c.token_ids)) for row in rows for c in (completions[row],)}
     longest: dict[int, int] = {}
-    shapes: dict[int, _Shape] = {}
-    for row in rows:
-        c = completions[row]
-        shapes[row] = _Shape(c.group, len(c.prompt_ids), len(c.token_ids))
-        longest[c.group] = max(longest.get(c.group, 0), c.num_tokens)
-    order = sorted(shapes, key=lambda row: (-longest[shapes[row].group], shapes[row].group, row))
+    for shape in shapes.values():
+        longest[shape.group] = max(longest.get(shape.group, 0), shape.prompt_width + shape.width)
+    order = [row for *_, row in sorted((-longest[shape.group], shape.group, row) for row, shape in shapes.items())]
     return _cut(order, shapes, budget)
 
 
-@dataclass(frozen=True)
-class _Shape:
+class _Shape(NamedTuple):
     group: int
     prompt_width: int  # 0: the prompt is in the row
     width: int

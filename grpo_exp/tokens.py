@@ -1,5 +1,6 @@
 """Text to token ids for prompts, and back for reward functions. Completions are never encoded: ids stay as sampled."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from .errors import ConfigError
@@ -12,26 +13,32 @@ class Codec:
     def __init__(self, tokenizer: Any, max_prompt_tokens: int | None = None) -> None:
         self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
 
-    def encode(self, row: Row) -> list[int]:
-        """Token ids of a prompt: a string as it is, chat messages through the tokenizer's template.
+    def encode(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Token ids of prompts: a string as it is, chat messages through the tokenizer's template.
 
         Raises:
-            ConfigError: if the prompt has no tokens, or more than leave room for a completion in the model's context.
+            ConfigError: if a prompt has no tokens, or more than leave room for a completion in the model's context.
         """
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            ids = self.tokenizer(prompt)["input_ids"]
-        else:
-            ids = self.tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        if not ids:
+        prompts = [row["prompt"] for row in rows]
+        strings = [prompt for prompt in prompts if isinstance(prompt, str)]
+        # all at once: a call costs more than the few tokens of a prompt
+        of_strings = iter(self.tokenizer(strings)["input_ids"] if strings else ())
+        found = [next(of_strings) if isinstance(prompt, str) else self._encode_chat(prompt) for prompt in prompts]
+        for prompt, ids in zip(prompts, found, strict=True):
+            self._check(prompt, len(ids))
+        return found
+
+    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return list(ids)
+
+    def _check(self, prompt: Any, num_tokens: int) -> None:
+        if not num_tokens:
             raise ConfigError("task", prompt, "prompts of at least one token")
-        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+        if self.max_prompt_tokens is not None and num_tokens > self.max_prompt_tokens:
             allowed = f"prompts of at most {self.max_prompt_tokens} tokens"
             fix = "the rest of the model's context is task.max_completion_tokens"
-            raise ConfigError("task", f"{str(prompt)[:60]}… ({len(ids)} tokens)", allowed, fix)
-        return list(ids)
+            raise ConfigError("task", f"{str(prompt)[:60]}… ({num_tokens} tokens)", allowed, fix)
 
     def decode(self, row: Row, token_ids: list[int]) -> str | list[dict[str, str]]:
         """A completion as reward functions see it: a string, or an assistant message where the prompt is a chat."""

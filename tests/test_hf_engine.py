@@ -1,6 +1,7 @@
 """The embedded engine: what it samples, with which probabilities, and under which version."""
 
 import os
+import pickle
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,9 +17,9 @@ from grpo_exp.config.schema import AlgoConfig, LossScaleConfig
 from grpo_exp.policy import Policy
 from grpo_exp.precision import DTYPES, Precision
 from grpo_exp.rollout.hf import HFEngine
+from grpo_exp.rollout.loop import take_batch
 from grpo_exp.rollout.process import open_memory
 from grpo_exp.rollout.types import EngineSpec, Generated, Group, Request, Rollout
-from grpo_exp.rollout.worker import take_batch
 from grpo_exp.sync.shm import Sender
 
 FP32 = torch.float32
@@ -102,7 +103,36 @@ def test_mu_is_the_trainers_logprob_whatever_the_lengths_of_the_prompts(
             expected = trainer_logprobs(model, PROMPTS[serial], rollout, temperature)
             np.testing.assert_allclose(rollout.mu, expected, rtol=0, atol=1e-5)
             assert rollout.mu.dtype == np.float32
-            assert rollout.problem() is None
+        assert generated.problem() is None
+        assert_same(pickle.loads(pickle.dumps(generated)), generated)
+
+
+def assert_same(found: Generated, expected: Generated) -> None:
+    assert (found.serial, found.version) == (expected.serial, expected.version)
+    for ours, theirs in zip(found.rollouts, expected.rollouts, strict=True):
+        assert (ours.token_ids, ours.finished) == (theirs.token_ids, theirs.finished)
+        np.testing.assert_array_equal(ours.mu, theirs.mu)
+        np.testing.assert_array_equal(ours.versions, theirs.versions)
+
+
+@pytest.mark.parametrize(
+    ("mu", "versions", "problem"),
+    [
+        ([-1.0, -2.0], [0, 0], None),
+        ([-1.0], [0, 0], "2 tokens, 1 log-probs, 2 versions"),
+        ([-1.0, np.nan], [0, 0], "a log-probability is not finite"),
+    ],
+)
+def test_completions_whose_lengths_disagree_are_not_usable_also_after_a_pipe(
+    mu: list[float], versions: list[int], problem: str | None
+) -> None:
+    """B12: never padded."""
+    good = Rollout([3], np.array([-0.5], dtype=np.float32), np.array([0], dtype=np.int32), True)
+    other = Rollout([3, 4], np.array(mu, dtype=np.float32), np.array(versions, dtype=np.int32), False)
+    generated = Generated(7, [good, other, good], 0)
+    sent = pickle.loads(pickle.dumps(generated))
+    assert_same(sent, generated)
+    assert generated.problem() == sent.problem() == problem
 
 
 def test_temperatures_may_differ_within_a_batch(served: Served) -> None:

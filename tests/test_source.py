@@ -28,8 +28,8 @@ Answer = Callable[[Request, int], Item | None]
 class Letters:
     """A tokenizer that forgets: all it decodes is ``x``, whatever it is."""
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [10 + ord(letter) % 10 for letter in text]}
+    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[10 + ord(letter) % 10 for letter in text] for text in texts]}
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         return "x"

@@ -7,7 +7,7 @@ Everything runs in the trainer's thread, inside :meth:`RolloutSource.pump`, whil
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ EVAL_TAG = 0x6576616C  # keeps the seeds of evaluation apart from those of train
 class Codec(Protocol):
     """Text to ids and back: :class:`grpo_exp.tokens.Codec`."""
 
-    def encode(self, row: Row) -> list[int]: ...
+    def encode(self, rows: Sequence[Row]) -> list[list[int]]: ...
     def decode(self, row: Row, token_ids: list[int]) -> Any: ...
 
 
@@ -133,12 +133,11 @@ class RolloutSource:
         """Sampled and greedy completions of the held-out prompts under exactly this version. Not to be interrupted."""
         self.pool.wait_synced()
         rows = self.task.eval
+        prompts = self.codec.encode(rows)
         requests = [
-            self._request(
-                -(2 * index + 1 + greedy), row, 1, 0.0 if greedy else None, derive_seed(EVAL_TAG, version, index)
-            )
+            self._request(-(2 * index + 1 + greedy), ids, 1, 0.0 if greedy else None, (EVAL_TAG, version, index))
             for greedy in (0, 1)
-            for index, row in enumerate(rows)
+            for index, ids in enumerate(prompts)
         ]
         self._evaluated.clear()
         self._evaluation_rewards.clear()
@@ -162,15 +161,20 @@ class RolloutSource:
         self.pool.close()
 
     def _request(
-        self, serial: int, row: Row, num_completions: int, temperature: float | None = None, seed: int | None = None
+        self,
+        serial: int,
+        prompt_ids: list[int],
+        num_completions: int,
+        temperature: float | None = None,
+        seed: tuple[int, ...] | None = None,
     ) -> Request:
         return Request(
             serial=serial,
-            prompt_ids=self.codec.encode(row),
+            prompt_ids=prompt_ids,
             num_completions=num_completions,
             max_new_tokens=self.config.task.max_completion_tokens,
             temperature=self.config.rollout.temperature if temperature is None else temperature,
-            seed=derive_seed(self.config.seed, serial) if seed is None else derive_seed(self.config.seed, seed),
+            seed=derive_seed(self.config.seed, serial if seed is None else derive_seed(*seed)),
             evaluation=serial < 0,
         )
 
@@ -182,16 +186,17 @@ class RolloutSource:
         for serial in serials:
             self.buffer.start(serial, self.version)
         if serials:
+            prompts = dict(
+                zip(serials, self.codec.encode([self.stream.row(serial) for serial in serials]), strict=True)
+            )
+            self._prompt_ids |= prompts
             size = self.config.algo.group_size
-            requests = [self._request(serial, self.stream.row(serial), size) for serial in serials]
-            self._prompt_ids |= {request.serial: request.prompt_ids for request in requests}
-            self.pool.submit(requests)
+            self.pool.submit(self._request(serial, ids, size) for serial, ids in prompts.items())
 
     def _generated_one(self, generated: Generated) -> None:
-        problem = next((p for rollout in generated.rollouts if (p := rollout.problem())), None)
         expected = self.config.algo.group_size if generated.serial >= 0 else 1
-        if problem is None and len(generated.rollouts) != expected:
-            problem = f"{len(generated.rollouts)} of {expected} are there"
+        found = len(generated.rollouts)
+        problem = generated.problem() if found == expected else f"{found} of {expected} are there"
         if problem is not None:
             self._fail(generated.serial, f"the completions of a group were not usable: {problem}")
         elif generated.serial < 0:

@@ -44,14 +44,6 @@ class Rollout:
     versions: NDArray[np.int32]  # [T]: the policy version that sampled each token
     finished: bool  # ended with an end-of-sequence token; False: truncated
 
-    def problem(self) -> str | None:
-        """Why this completion cannot be trained on: lengths that disagree are never padded."""
-        if not self.token_ids or len(self.token_ids) != len(self.mu) or len(self.mu) != len(self.versions):
-            return f"{len(self.token_ids)} tokens, {len(self.mu)} log-probs, {len(self.versions)} versions"
-        if not np.isfinite(self.mu).all():
-            return "a log-probability is not finite"
-        return None
-
 
 @dataclass(frozen=True)
 class Generated:
@@ -60,6 +52,41 @@ class Generated:
     serial: int
     rollouts: list[Rollout]
     version: int  # loaded when its first token was sampled
+
+    def problem(self) -> str | None:
+        """Why these completions cannot be trained on: lengths that disagree are never padded."""
+        for rollout in self.rollouts:
+            if not rollout.token_ids or not len(rollout.token_ids) == len(rollout.mu) == len(rollout.versions):
+                return f"{len(rollout.token_ids)} tokens, {len(rollout.mu)} log-probs, {len(rollout.versions)} versions"
+        if not np.isfinite(np.concatenate([rollout.mu for rollout in self.rollouts])).all():
+            return "a log-probability is not finite"
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as a few arrays: one object per completion and array would cost the trainer more than the tokens."""
+        lengths = [(len(r.token_ids), len(r.mu), len(r.versions)) for r in self.rollouts]
+        token_ids = np.array([token for r in self.rollouts for token in r.token_ids], dtype=np.int32)
+        mu = np.concatenate([r.mu for r in self.rollouts])
+        versions = np.concatenate([r.versions for r in self.rollouts])
+        finished = [r.finished for r in self.rollouts]
+        return _unpack, (self.serial, self.version, lengths, token_ids, mu, versions, finished)
+
+
+def _unpack(
+    serial: int,
+    version: int,
+    lengths: list[tuple[int, int, int]],
+    token_ids: NDArray[np.int32],
+    mu: NDArray[np.float32],
+    versions: NDArray[np.int32],
+    finished: list[bool],
+) -> Generated:
+    ids, rollouts = token_ids.tolist(), []
+    i = j = k = 0  # where each array is read; plain slices are far quicker than np.split
+    for (num_ids, num_mu, num_versions), done in zip(lengths, finished, strict=True):
+        rollouts.append(Rollout(ids[i : i + num_ids], mu[j : j + num_mu], versions[k : k + num_versions], done))
+        i, j, k = i + num_ids, j + num_mu, k + num_versions
+    return Generated(serial, rollouts, version)
 
 
 @dataclass
