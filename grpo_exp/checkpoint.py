@@ -48,21 +48,33 @@ class Progress:
 
 
 def save(folder: Path, progress: Progress, model: Any, optimizer: Optimizer, tokenizer: Any, keep: int) -> Path:
-    """Write a checkpoint and remove the oldest ones beyond ``keep``."""
+    """Write a checkpoint and remove the oldest ones beyond ``keep``.
+
+    Raises:
+        RunFailed: if it cannot be written; what was written of it is removed, which leaves room for the run's last words.
+    """
     final = folder / f"step-{progress.step:06d}"
     part = folder / f".{final.name}.part"
     shutil.rmtree(part, ignore_errors=True)
+    try:
+        _write(part, progress, model, optimizer, tokenizer)
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise RunFailed(f"{final} could not be written: {error}") from error
+    for old in list_checkpoints(folder)[:-keep] if keep > 0 else []:
+        shutil.rmtree(old)
+    return final
+
+
+def _write(part: Path, progress: Progress, model: Any, optimizer: Optimizer, tokenizer: Any) -> None:
     model.save_pretrained(part, safe_serialization=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(part)
     tensors = {name: tensor.contiguous() for name, tensor in optimizer.tensors().items()}
     save_file(tensors | {RNG: torch.get_rng_state()}, part / "optimizer.safetensors")
     (part / "trainer.json").write_text(json.dumps(asdict(progress), indent=2))
-    shutil.rmtree(final, ignore_errors=True)
-    part.rename(final)
-    for old in list_checkpoints(folder)[:-keep] if keep > 0 else []:
-        shutil.rmtree(old)
-    return final
 
 
 def read_progress(path: Path) -> Progress:

@@ -4,6 +4,7 @@
 checkpoint are cut. A lock keeps two processes from running in one folder.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -113,9 +114,12 @@ class RunFolder:
 
         Raises:
             RunFailed: if another process is running in it.
+            OSError: if nothing can be written there.
         """
         if self._lock is not None:
             return
+        if not os.access(self.path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

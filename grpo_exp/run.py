@@ -8,6 +8,7 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,14 +71,16 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
     stop = StopSignal()
     try:
         folder = RunFolder(path)
+        folder.lock()
     except ValueError as error:  # a status.json that is none
         print(f"error: {error}: remove that file to run the folder again", file=sys.stderr)
         return 2
-    try:
-        folder.lock()
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return IN_USE
+    except OSError as error:
+        print(f"error: {path} cannot be written to: {error.strerror}", file=sys.stderr)
+        return 2
     if (read_status(path) or {}).get("state") == "done":  # by another process, since it was decided to run this
         print(f"done already: {path}")
         folder.close()
@@ -103,21 +106,22 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
         state = trainer.train(resume_from_checkpoint=resume)
         code = 0 if state is State.done else stop.exit_code
         if state is State.preempted:
-            folder.update(exit_code=code, reason=stop.name)
+            _record(folder, state, code, stop.name)
             print(
                 f"stopped by {stop.name} after step {folder.status.step}: `grpo-exp resume {path}` goes on",
                 file=sys.stderr,
             )
     except ConfigError as error:
         code = 2
-        _record_failure(folder, error, code)
+        _record(folder, State.failed, code, _named(error), error)
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
     except KeyboardInterrupt:
         code = stop.exit_code
-        folder.end(State.preempted, code, f"{stop.name}, at once")
+        _record(folder, State.preempted, code, f"{stop.name}, at once")
     except Exception as error:
-        _record_failure(folder, error, code)
-        print(f"error: {first_line(error)}\n  {path / 'status.json'} has the traceback", file=sys.stderr)
+        print(f"error: {first_line(error)}", file=sys.stderr)
+        if _record(folder, State.failed, code, _named(error), error):
+            print(f"  {path / 'status.json'} has the traceback", file=sys.stderr)
     finally:
         stop.training = True  # what follows has to be done, and takes no time
         if progress is not None:
@@ -185,9 +189,20 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def _record_failure(folder: RunFolder, error: BaseException, code: int) -> None:
-    """Also for what failed before the trainer could record anything itself."""
-    folder.end(State.failed, code, f"{type(error).__name__}: {error}", error)
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _record(folder: RunFolder, state: State, code: int, reason: str, error: BaseException | None = None) -> bool:
+    """Write down how the run ended, also what ended before the trainer could do so; False if the disk does not let us."""
+    try:
+        folder.end(state, code, reason, error)
+    except OSError as failure:
+        if error is not None:
+            traceback.print_exception(error)
+        print(f"error: {folder.path / 'status.json'} could not be written: {failure.strerror}", file=sys.stderr)
+        return False
+    return True
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -101,9 +101,17 @@ def _find(frozen: Frozen) -> Path | None:
 
 def _make(job: Composed, frozen: Frozen, factors: dict[str, str], about: dict[str, Any]) -> Path:
     runs_dir = Path(frozen.values["runs_dir"])
-    folder = RunFolder(runs_dir / run_name(factors, frozen.hash))
-    folder.describe(frozen, factors, job.choices, job.overrides, about)
+    try:
+        folder = RunFolder(runs_dir / run_name(factors, frozen.hash))
+        folder.describe(frozen, factors, job.choices, job.overrides, about)
+    except OSError as error:
+        raise _not_writable(runs_dir, error) from None
     return folder.path
+
+
+def _not_writable(runs_dir: Path, error: OSError) -> ConfigError:
+    fix = f"{error.strerror or error}: name a folder that can be written to"
+    return ConfigError("runs_dir", str(runs_dir), fix=fix)
 
 
 @contextmanager
@@ -113,8 +121,7 @@ def _alone(runs_dir: Path) -> Iterator[None]:
         runs_dir.mkdir(parents=True, exist_ok=True)
         lock = (runs_dir / ".lock").open("a")
     except OSError as error:
-        fix = f"{error.strerror or error}: name a folder that can be written to"
-        raise ConfigError("runs_dir", str(runs_dir), fix=fix) from None
+        raise _not_writable(runs_dir, error) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
