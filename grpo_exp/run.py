@@ -118,6 +118,7 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
     except KeyboardInterrupt:
         code = stop.exit_code
         _record(folder, State.preempted, code, f"{stop.name}, at once")
+        print(f"stopped by {stop.name} at once: `grpo-exp resume {path}` goes on", file=sys.stderr)
     except Exception as error:
         print(f"error: {first_line(error)}", file=sys.stderr)
         if _record(folder, State.failed, code, _named(error), error):
