@@ -5,10 +5,11 @@ A user mends all problems in one go; nothing is loaded, and no run folder made, 
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from . import assets, tasks, track
-from .config.schema import Config, Device
+from .config.schema import Backend, Config, Device
 from .config.validate import value_problems
 from .errors import ConfigError, ConfigErrors
 
@@ -31,6 +32,9 @@ def machine_problems(config: Config) -> list[ConfigError]:
     """What does not go on this machine, as far as that is seen without torch."""
     missing = assets.problem("model.name_or_path", config.model.name_or_path)
     problems = [] if missing is None else [missing]
+    if _starts_vllm(config) and find_spec("vllm") is None:
+        fix = "vllm is not installed: `make setup-vllm`, or `pip install grpo-exp[vllm]` on a machine with a GPU"
+        problems.append(ConfigError("rollout.backend", config.rollout.backend.name, "hf", fix))
     if has_gpu():
         return problems
     if config.trainer.device is Device.cuda:
@@ -39,6 +43,10 @@ def machine_problems(config: Config) -> list[ConfigError]:
         fix = "this machine has no GPU, and a CPU has no TF32 matmuls"
         problems.append(ConfigError("precision.matmul", config.precision.matmul, "highest", fix))
     return problems
+
+
+def _starts_vllm(config: Config) -> bool:
+    return config.rollout.backend is Backend.vllm
 
 
 def choice_problems(config: Config, choices: Mapping[str, str]) -> list[ConfigError]:

@@ -55,7 +55,7 @@ def test_the_checkpoint_is_small_and_in_fp32():
     assert sum(file.stat().st_size for file in TINY.iterdir()) < 1_000_000
     model = AutoModelForCausalLM.from_pretrained(TINY)
     assert model.dtype is torch.float32
-    assert sum(parameter.numel() for parameter in model.parameters()) == 102_784
+    assert sum(parameter.numel() for parameter in model.parameters()) == 127_424
     assert json.loads((TINY / "config.json").read_text())["dtype"] == "float32"
     config = AutoConfig.from_pretrained(TINY)
     assert (config.model_type, config.vocab_size, config.tie_word_embeddings) == ("qwen3", 64, True)

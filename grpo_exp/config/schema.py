@@ -26,6 +26,18 @@ class LossScaleMode(Enum):
 
 class Backend(Enum):
     hf = "hf"
+    vllm = "vllm"
+    vllm_server = "vllm_server"
+
+
+class SyncTransport(Enum):
+    """How weights get from the trainer to an engine."""
+
+    auto = "auto"
+    shm = "shm"
+    file = "file"
+    nccl = "nccl"
+    ipc = "ipc"
 
 
 class TaskName(Enum):
@@ -133,8 +145,39 @@ class PrecisionConfig:
 
 
 @dataclass
-class RolloutConfig:
-    """Generator workers. ``num_workers=0`` runs the engine inside the trainer's process, in lockstep."""
+class SamplingConfig:
+    """What makes the tokens that are sampled other than the policy's own. The defaults change nothing."""
+
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = all tokens
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
+@dataclass
+class EvaluationSamplingConfig(SamplingConfig):
+    """How the sampled half of an evaluation draws; it trains nothing, so it may do what training may not."""
+
+    temperature: float | None = None  # follows rollout.temperature
+
+
+@dataclass
+class VllmConfig:
+    """What only vLLM has. Its memory is given, not a share of what is free, so that a trainer fits beside it."""
+
+    max_model_len: int | None = None  # tokens of prompt and completion; null: the model's own context
+    kv_cache_gib: float = 1.0
+    enforce_eager: bool | None = None  # null: no compilation on a CPU, CUDA graphs on a GPU
+
+
+@dataclass
+class RolloutConfig(SamplingConfig):
+    """Generator workers. ``num_workers=0`` runs the engine inside the trainer's process, in lockstep.
+
+    The sampling settings are here to be refused: a completion that they shaped has no ratio to train on.
+    """
 
     backend: Backend = Backend.hf
     num_workers: int = 1
@@ -147,6 +190,9 @@ class RolloutConfig:
     request_timeout_s: float = 600.0
     max_retries: int = 2  # of one group
     max_failures: int = 2  # errors and deaths of one worker, in a row; timeouts do not count
+    sync: SyncTransport = SyncTransport.auto
+    evaluation: EvaluationSamplingConfig = field(default_factory=EvaluationSamplingConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
     @property
     def staleness_bound(self) -> int:

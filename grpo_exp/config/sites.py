@@ -252,5 +252,5 @@ def combination_problems(config: PrecisionConfig, sites: Mapping[str, Site], opt
     if name["grad_reduce"] != name["params"]:
         refuse("grad_reduce", name["params"], "distributed=single reduces nothing over ranks")
     if name["kv_cache"] != name["rollout"]:
-        refuse("kv_cache", name["rollout"], "rollout=hf keeps its cache in the rollout dtype")
+        refuse("kv_cache", name["rollout"], "every engine here keeps its cache in the rollout dtype")
     return problems

@@ -11,6 +11,7 @@ from typing import Any, Union, get_args, get_origin
 from ..assets import check_known, locate
 from ..errors import ConfigError
 from .messages import allowed, leaves
+from .rollouts import engine_problems, rollout_problems
 from .schema import Config, Device
 from .sites import FOLLOWS, UNKNOWN, checkpoint_dtype, combination_problems, resolve_sites, site_problems
 
@@ -36,7 +37,7 @@ def value_problems(config: Config) -> list[ConfigError]:
         *_model_problems(config),
         *_count_problems(config),
         *_number_problems(config),
-        *_rollout_problems(config),
+        *rollout_problems(config),
         *_algo_problems(config),
     ]
 
@@ -71,6 +72,7 @@ def _precision_problems(config: Config) -> list[ConfigError]:
         try:
             sites = resolve_sites(precision, kwargs, own or UNKNOWN)
             problems = combination_problems(precision, sites, config.optim.eps)
+            problems += engine_problems(config.rollout.backend, {site: entry.name for site, entry in sites.items()})
         except ConfigError as error:
             problems = [] if own is None else [error]  # without the checkpoint at hand, auto may stand for anything
     if precision.matmul in ("high", "medium") and config.trainer.device is Device.cpu:
@@ -153,24 +155,6 @@ def _number_problems(config: Config) -> list[ConfigError]:
         *_refused({"optim.max_grad_norm": optim.max_grad_norm}, COUNT_OR_ZERO, lambda value: value >= 0),
         *_refused(decays, "a number from 0 up to, but not, 1", lambda value: 0 <= value < 1),
     ]
-
-
-def _rollout_problems(config: Config) -> list[ConfigError]:
-    rollout, problems = config.rollout, []
-    if not SMALLEST <= rollout.temperature <= LARGEST:
-        problems.append(
-            ConfigError(
-                "rollout.temperature",
-                rollout.temperature,
-                POSITIVE,
-                "greedy rollouts have no log-probability to train on",
-            )
-        )
-    if rollout.num_workers == 0 and rollout.max_staleness:
-        problems.append(
-            ConfigError("rollout.max_staleness", rollout.max_staleness, "0", "rollout.num_workers=0 runs in lockstep")
-        )
-    return problems
 
 
 def _algo_problems(config: Config) -> list[ConfigError]:

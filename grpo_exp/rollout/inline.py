@@ -6,7 +6,7 @@ It has the face of a :class:`~grpo_exp.rollout.process.WorkerProcess`; receiving
 from collections import deque
 from typing import Any
 
-from .worker import WorkerLoop, build_engine
+from .loop import WorkerLoop, build_engine
 
 Message = tuple[str, Any]
 
@@ -34,14 +34,14 @@ class InlineConnection:
         if kind == "init":
             spec, in_flight = body
             self._loop = WorkerLoop(build_engine(spec), spec, self._weights_fd, in_flight, self._replies.append)
-            self._replies.append(("ready", self._loop.engine.observed()))
+            self._replies.append(("ready", (self._loop.engine.observed(), {})))
         elif kind != "stop":
             assert self._loop is not None, "init comes first"
             self._loop.handle(kind, body)
 
     def poll(self, timeout: float = 0.0) -> bool:
         if not self._replies and self._loop is not None:
-            self._loop.run_batch(drain=lambda: None)
+            self._loop.work(drain=lambda: None)
         return bool(self._replies)
 
     def recv(self) -> Message:

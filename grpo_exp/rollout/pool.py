@@ -73,6 +73,7 @@ class WorkerPool:
         self.attempts: dict[int, int] = {}
         self.num_restarts = 0
         self.observed: dict[str, str] = {}
+        self.about: dict[str, Any] = {}  # what engines say of themselves, for the manifest
         self.num_tokens, self.busy_s, self.load_s = 0, 0.0, 0.0
         self._inbox: list[Item] = []
         self._payload: Payload | None = None
@@ -157,7 +158,9 @@ class WorkerPool:
         match kind:
             case "ready":
                 member.ready = True
-                self.observed |= body
+                observed, about = body
+                self.observed |= observed
+                self.about |= about
             case "started":
                 member.started_at |= dict.fromkeys(body, time.monotonic())
             case "generated":
@@ -179,8 +182,9 @@ class WorkerPool:
                 self._count_failure(member, error)
                 self._retry([request for serial in serials if (request := self._end(member, serial))], error)
             case "sync_failed":
-                version, error = body
-                raise RunFailed(f"generator worker {member.process.index} could not load version {version}\n{error}")
+                self._sync_failed(member, *body)
+            case "refused":
+                raise body
             case "died":
                 if not self._engines_built:
                     raise RunFailed(f"generator worker {member.process.index} could not start its engine\n{body}")
@@ -200,6 +204,14 @@ class WorkerPool:
         member.version = version
         self.load_s += seconds
         self.observed |= observed
+
+    def _sync_failed(self, member: Member, version: int, error: str) -> None:
+        """The version before goes on serving; the new one is sent once more."""
+        self.on_event("sync_failed", {"worker": member.process.index, "version": version, "error": error})
+        self._count_failure(member, f"it could not load version {version}\n{error}")
+        assert self._payload is not None
+        if version == self._payload.version:
+            member.process.send(("sync", self._payload))
 
     def _end(self, member: Member, serial: int) -> Request | None:
         member.started_at.pop(serial, None)
@@ -244,7 +256,7 @@ class WorkerPool:
         member.process.kill()
         self.num_restarts += 1
         self.on_event("worker_restart", {"worker": index, "reason": reason})
-        process = WorkerProcess(index, self.fd, self.log_dir, self.config.num_threads)
+        process = WorkerProcess(index, self.fd, self.log_dir, self.config.num_threads, self.config.backend)
         self.members[self.members.index(member)] = Member(process, failures_in_a_row=member.failures_in_a_row)
         if self._spec is not None:
             process.send(("init", (self._spec, self.config.in_flight_sync)))

@@ -22,7 +22,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ..config.schema import RolloutConfig
+from ..config.schema import Backend, RolloutConfig
+
+ENGINE_MODULES = {backend: f"grpo_exp.rollout.{backend.value}" for backend in Backend}
+"""What a worker imports first, while nobody knows yet which model it is for."""
+
+ENVIRONMENTS = {
+    Backend.hf: {},
+    Backend.vllm: {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker's process is the engine's: nothing is left when it dies
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # all workers, and the trainer, would be bound to the first core
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    },
+    Backend.vllm_server: {},
+}
+"""What has to be set before an engine's package is imported; what the user has set wins."""
 
 
 def open_memory() -> int:
@@ -46,20 +61,24 @@ class WorkerProcess:
     trainer waiting at a full pipe.
     """
 
-    def __init__(self, index: int, weights_fd: int, log_dir: Path, num_threads: int) -> None:
+    def __init__(
+        self, index: int, weights_fd: int, log_dir: Path, num_threads: int, backend: Backend = Backend.hf
+    ) -> None:
         self.index = index
         ours, theirs = socket.socketpair()
         log_dir.mkdir(parents=True, exist_ok=True)
         self.log_path = log_dir / f"worker-{index}.log"
-        threads = str(num_threads)
+        fds, threads = (theirs.fileno(), weights_fd), str(num_threads)
+        own = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        worker = [sys.executable, "-P", "-m", "grpo_exp.rollout.worker", *map(str, fds), ENGINE_MODULES[backend]]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "grpo_exp.rollout.worker", str(theirs.fileno()), str(weights_fd)],
-                pass_fds=(theirs.fileno(), weights_fd),
+                worker,
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+                env=ENVIRONMENTS[backend] | dict(os.environ) | own,
             )
         theirs.close()
         self.connection: Connection[Any, Any] = Connection(ours.detach())
@@ -127,4 +146,7 @@ def end_all(processes: Iterable[WorkerProcess], timeout_s: float = 3.0) -> None:
 def spawn_workers(config: RolloutConfig, log_dir: Path) -> Spawned:
     """Start ``num_workers`` processes. Their imports take seconds, so this comes before the trainer's own."""
     fd = open_memory()
-    return Spawned(fd, [WorkerProcess(index, fd, log_dir, config.num_threads) for index in range(config.num_workers)])
+    return Spawned(
+        fd,
+        [WorkerProcess(index, fd, log_dir, config.num_threads, config.backend) for index in range(config.num_workers)],
+    )

@@ -8,7 +8,7 @@ Everything runs in the trainer's thread, inside :meth:`RolloutSource.pump`, whil
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from .buffer import GroupBuffer, GroupCounts
 from .pool import Failed, OnEvent, Retried, WorkerPool
 from .sampling import derive_seed
 from .stream import PromptStream
-from .types import Generated, Group, Request, Rollout
+from .types import Generated, Group, Request, Rollout, Shaping
 
 EVAL_TAG = 0x6576616C  # keeps the seeds of evaluation apart from those of training
 
@@ -66,6 +66,8 @@ class RolloutSource:
     ) -> None:
         self.config, self.task, self.codec, self.pool = config, task, codec, pool
         self.on_event, self.should_stop = on_event, should_stop
+        evaluation = config.rollout.evaluation
+        self._evaluation_shaping = Shaping(**{entry.name: getattr(evaluation, entry.name) for entry in fields(Shaping)})
         self.stream = PromptStream(task.train, config.seed, config.trainer.max_epochs)
         self.buffer = GroupBuffer(config.trainer.prompts_per_step, config.rollout.staleness_bound)
         self.rewards = RewardRunner(
@@ -130,7 +132,11 @@ class RolloutSource:
             raise RunFailed(f"no group was finished in {self.config.trainer.stall_timeout_s:g} s: {self._state()}")
 
     def evaluate(self, version: int) -> Evaluation:
-        """Sampled and greedy completions of the held-out prompts under exactly this version. Not to be interrupted."""
+        """Sampled and greedy completions of the held-out prompts under exactly this version.
+
+        Raises:
+            Interrupted: if the run was asked to stop; then nothing is known of this version.
+        """
         self.pool.wait_synced()
         rows = self.task.eval
         prompts = self.codec.encode(rows)
@@ -144,6 +150,8 @@ class RolloutSource:
         self._progress = time.monotonic()
         self.pool.submit(requests)
         while len(self._evaluated) < len(requests) or len(self._evaluation_rewards) < len(rows):
+            if self.should_stop():
+                raise Interrupted
             self.pump()
         sampled = [self._evaluated[-(2 * index + 1)] for index in range(len(rows))]
         greedy = [self._evaluated[-(2 * index + 2)] for index in range(len(rows))]
@@ -173,10 +181,15 @@ class RolloutSource:
             prompt_ids=prompt_ids,
             num_completions=num_completions,
             max_new_tokens=self.config.task.max_completion_tokens,
-            temperature=self.config.rollout.temperature if temperature is None else temperature,
+            temperature=self._temperature(serial) if temperature is None else temperature,
             seed=derive_seed(self.config.seed, serial if seed is None else derive_seed(*seed)),
             evaluation=serial < 0,
+            shaping=self._evaluation_shaping if serial < 0 and temperature is None else Shaping(),
         )
+
+    def _temperature(self, serial: int) -> float:
+        evaluation = self.config.rollout.evaluation.temperature if serial < 0 else None
+        return self.config.rollout.temperature if evaluation is None else evaluation
 
     def _start_groups(self, steps_left: int | None) -> None:
         count = self.buffer.room()
@@ -191,7 +204,7 @@ class RolloutSource:
             )
             self._prompt_ids |= prompts
             size = self.config.algo.group_size
-            self.pool.submit(self._request(serial, ids, size) for serial, ids in prompts.items())
+            self.pool.submit([self._request(serial, ids, size) for serial, ids in prompts.items()])
 
     def _generated_one(self, generated: Generated) -> None:
         expected = self.config.algo.group_size if generated.serial >= 0 else 1

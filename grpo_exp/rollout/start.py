@@ -1,10 +1,13 @@
 """Starting the rollout side of a run: pool, engines and source from a configuration."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from ..assets import locate
+from ..config.rollouts import engine_problems
 from ..config.schema import Backend, Config
+from ..errors import ConfigErrors
 from ..precision import Precision, dtype_name
 from ..tasks import Task
 from .pool import OnEvent, WorkerPool
@@ -12,7 +15,11 @@ from .process import Spawned, spawn_workers
 from .source import Codec, RolloutSource
 from .types import EngineSpec
 
-ENGINES = {Backend.hf: "grpo_exp.rollout.hf:HFEngine"}
+ENGINES = {
+    Backend.hf: "grpo_exp.rollout.hf:HFEngine",
+    Backend.vllm: "grpo_exp.rollout.vllm:VllmEngine",
+    Backend.vllm_server: "grpo_exp.rollout.vllm_server:VllmServerEngine",
+}
 """Backend → factory, a callable that takes an :class:`EngineSpec` and is imported in the worker."""
 
 
@@ -40,13 +47,18 @@ def start_source(
 def engine_spec(config: Config, precision: Precision, device: str) -> EngineSpec:
     """What workers build their engine from; dtypes are explicit names, never ``auto``."""
     inline = config.rollout.num_workers == 0
+    dtypes = {site: dtype_name(getattr(precision, site)) for site in ("rollout", "rollout_head", "wire")}
+    problems = engine_problems(config.rollout.backend, dtypes)
+    if problems:
+        raise ConfigErrors(problems)
     return EngineSpec(
         factory=ENGINES[config.rollout.backend],
         model=locate(config.model.name_or_path),
         init_kwargs=dict(config.model.init_kwargs),
         trust_remote_code=config.model.trust_remote_code,
-        dtypes={site: dtype_name(getattr(precision, site)) for site in ("rollout", "rollout_head", "wire")},
+        dtypes=dtypes,
         device=device,
         num_threads=config.trainer.num_threads if inline else config.rollout.num_threads,
         batch_size=config.rollout.batch_size,
+        options={} if config.rollout.backend is Backend.hf else asdict(config.rollout.vllm),
     )

@@ -19,6 +19,19 @@ class EngineSpec:
     device: str
     num_threads: int
     batch_size: int
+    options: dict[str, Any] = field(default_factory=dict)  # what only one engine has
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What makes the sampled distribution another than the policy's: for evaluation, in engines that can."""
+
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = all tokens
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,7 @@ class Request:
     seed: int
     evaluation: bool = False
     alone: bool = False  # not to be decoded together with others: it was among them when something went wrong
+    shaping: Shaping = Shaping()
 
 
 @dataclass(frozen=True)

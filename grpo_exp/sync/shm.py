@@ -1,21 +1,25 @@
 """Weights from the trainer to a generator worker through shared memory, in the wire dtype, checked by a checksum.
 
 The memory is an anonymous file whose descriptor the worker inherits: it has no name, so it cannot outlive the processes.
-The trainer writes only after the worker has acknowledged the version before.
+The trainer writes only after the worker has acknowledged the version before, and to the other half of the file: so the
+version that is being served can be loaded again when the next one cannot.
 """
 
 import mmap
 import os
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import RunFailed
-from ..precision import dtype_name
+from ..precision import DTYPES, dtype_name
 
+ALIGNMENT, PAGE = 64, 4096
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
 
 
@@ -37,6 +41,14 @@ class Payload:
     dtype: torch.dtype
     slots: tuple[Slot, ...]
     checksum: int  # of the weights as the engine must hold them, in the rollout dtype
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"dtype": dtype_name(self.dtype)}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> "Payload":
+        slots = tuple(Slot(s["name"], tuple(s["shape"]), s["offset"], s["num_bytes"]) for s in body["slots"])
+        return cls(body["version"], DTYPES[body["dtype"]], slots, body["checksum"])
 
 
 def canonical_name(name: str) -> str:
@@ -72,6 +84,10 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return total
 
 
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 class Sender:
     """The trainer's side. ``fd`` is what workers inherit; it is theirs and its owner's to close."""
 
@@ -79,18 +95,21 @@ class Sender:
         self.fd = fd
         self.wire, self.rollout = wire, rollout
         self._map: mmap.mmap | None = None
+        self._half = 0
 
     def write(self, version: int, model: nn.Module) -> Payload:
         """Cast and copy every parameter; the result goes to the worker as a message."""
         cast = {name: tensor.to(self.wire) for name, tensor in unique_parameters(model).items()}
-        slots, offset = [], 0
-        for name, tensor in cast.items():
-            num_bytes = tensor.numel() * tensor.element_size()
-            slots.append(Slot(name, tuple(tensor.shape), offset, num_bytes))
-            offset += -(-num_bytes // 64) * 64
+        sizes = [tensor.numel() * tensor.element_size() for tensor in cast.values()]
+        half = max(PAGE, sum(_padded(size) for size in sizes))
         if self._map is None:
-            os.ftruncate(self.fd, max(offset, 1))
-            self._map = mmap.mmap(self.fd, max(offset, 1))
+            os.ftruncate(self.fd, 2 * half)
+            self._map = mmap.mmap(self.fd, 2 * half)
+        slots, offset = [], half * self._half
+        for (name, tensor), num_bytes in zip(cast.items(), sizes, strict=True):
+            slots.append(Slot(name, tuple(tensor.shape), offset, num_bytes))
+            offset += _padded(num_bytes)
+        self._half = 1 - self._half
         for slot, tensor in zip(slots, cast.values(), strict=True):
             target = torch.frombuffer(self._map, dtype=self.wire, count=tensor.numel(), offset=slot.offset)
             target.copy_(tensor.reshape(-1))
@@ -99,12 +118,20 @@ class Sender:
 
 
 def read(fd: int, payload: Payload) -> Iterator[tuple[str, Tensor]]:
-    """The worker's side: name and tensor, valid until the next write."""
-    end = payload.slots[-1].offset + payload.slots[-1].num_bytes
-    memory = mmap.mmap(fd, end)
-    for slot in payload.slots:
-        count = slot.num_bytes // payload.dtype.itemsize
-        yield slot.name, torch.frombuffer(memory, dtype=payload.dtype, count=count, offset=slot.offset).view(slot.shape)
+    """The worker's side: name and tensor, valid until the next write but one."""
+    yield from tensors_in(mmap.mmap(fd, 0), payload).items()
+
+
+def tensors_in(memory: mmap.mmap, payload: Payload) -> dict[str, Tensor]:
+    """Views of mapped memory, by name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # nobody writes here
+        return {
+            slot.name: torch.frombuffer(
+                memory, dtype=payload.dtype, count=slot.num_bytes // payload.dtype.itemsize, offset=slot.offset
+            ).view(slot.shape)
+            for slot in payload.slots
+        }
 
 
 def check_fit(model: nn.Module, payload: Payload) -> None:
