@@ -24,6 +24,8 @@ from .config.freeze import Frozen
 from .errors import RunFailed
 
 CHECKPOINT = re.compile(r"step-(\d{6,})")
+STATUS_EVERY_S = 0.5
+"""How far the step in status.json may be behind while steps are quick."""
 
 
 class State(Enum):
@@ -96,6 +98,7 @@ class RunFolder:
         self._events: jsonl.JsonlWriter | None = None
         self._trained: jsonl.JsonlWriter | None = None
         self._lock: int | None = None
+        self._written_s = -STATUS_EVERY_S
 
     @property
     def logs(self) -> Path:
@@ -159,10 +162,21 @@ class RunFolder:
 
     def update(self, **changes: Any) -> None:
         """Change fields of the status and write it with a heartbeat."""
-        for name, value in changes.items():
-            setattr(self.status, name, value)
+        self._change(changes)
+        self._written_s = time.monotonic()
         self.status.heartbeat = now()
         jsonl.write_json_atomic(self.path / "status.json", asdict(self.status))
+
+    def progress(self, **changes: Any) -> None:
+        """The same after a step, where quick steps need not be written one by one."""
+        if time.monotonic() - self._written_s >= STATUS_EVERY_S:
+            self.update(**changes)
+        else:
+            self._change(changes)
+
+    def _change(self, changes: Mapping[str, Any]) -> None:
+        for name, value in changes.items():
+            setattr(self.status, name, value)
 
     def metrics(self, row: Mapping[str, Any]) -> None:
         assert self._metrics is not None, "begin comes first"

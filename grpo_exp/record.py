@@ -85,7 +85,7 @@ class Recorder:
 
     def record(self, row: dict[str, Any], progress: Progress, counts: GroupCounts) -> None:
         self.folder.metrics(row)
-        self.folder.update(step=progress.step, updates=progress.update, groups=vars(counts).copy())
+        self.folder.progress(step=progress.step, updates=progress.update, groups=vars(counts).copy())
         self.tracker.log(progress.step, {key: value for key, value in row.items() if key != "step"})
         self.callbacks.state.global_step = progress.step
         self.callbacks.logged(row)
