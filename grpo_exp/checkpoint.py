@@ -44,7 +44,6 @@ class Progress:
     open_serials: list[int] = field(default_factory=list)
     evaluated_at: int = -1  # the last step with an evaluation
     groups: dict[str, int] = field(default_factory=dict)
-    stop_reason: str | None = None
 
 
 def save(folder: Path, progress: Progress, model: Any, optimizer: Optimizer, tokenizer: Any, keep: int) -> Path:

@@ -182,6 +182,20 @@ class RunFolder:
         assert self._metrics is not None, "begin comes first"
         self._metrics.append(row)
 
+    def amend(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what came late to the row of a step that is written already, and return the whole row."""
+        assert self._metrics is not None, "begin comes first"
+        self._metrics.close()
+        path = self.path / "metrics.jsonl"
+        rows = jsonl.read(path)
+        found = next((known for known in reversed(rows) if known.get("step") == row["step"]), None)
+        if found is None:
+            rows.append(found := {})
+        found |= {key: jsonl.plain(value) for key, value in row.items()}
+        jsonl.replace_rows(path, rows)
+        self._metrics = jsonl.JsonlWriter(path)
+        return found
+
     def event(self, step: int, event: str, body: Mapping[str, Any]) -> None:
         assert self._events is not None, "begin comes first"
         self._events.append({"step": step, "time": time.time(), "event": event, **body})

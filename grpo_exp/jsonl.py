@@ -10,7 +10,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -124,8 +124,13 @@ def truncate_after(path: Path | str, step: int) -> int:
     rows = read(path)
     kept = [row for row in rows if not _is_after(row.get("step"), step)]
     if len(kept) < len(rows):
-        _replace(path, b"".join(json.dumps(plain(row), allow_nan=False).encode() + b"\n" for row in kept))
+        replace_rows(path, kept)
     return len(rows) - len(kept)
+
+
+def replace_rows(path: Path | str, rows: Iterable[Mapping[str, object]]) -> None:
+    """Writes a file anew with these rows, atomically; not while a writer has it open."""
+    _replace(Path(path), b"".join(json.dumps(plain(row), allow_nan=False).encode() + b"\n" for row in rows))
 
 
 def write_json_atomic(path: Path | str, obj: object) -> None:

@@ -93,6 +93,12 @@ class Recorder:
         if progress.step:
             self.callbacks.call("on_step_end", metrics=row, model=self.model)
 
+    def amend(self, step: int, evaluation: dict[str, Any]) -> dict[str, Any]:
+        """Add an evaluation to a step that is recorded already, and return its row."""
+        row = self.folder.amend({"step": step, **evaluation})
+        self.tracker.log(step, evaluation)
+        return row
+
     def event(self, step: int, event: str, body: dict[str, Any]) -> None:
         self.folder.event(step, event, body)
 

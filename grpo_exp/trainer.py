@@ -118,6 +118,7 @@ class AsyncGRPOTrainer:
         self.recorder = Recorder(self.folder, tracker or NullTracker(), self.callbacks, self.model)
         self._starts_tracker = tracker is None
         self.progress = Progress()
+        self.stop_reason: str | None = None
 
     def train(self, resume_from_checkpoint: bool | str | Path = False) -> State:
         """Run until a bound is met and return ``done``, or ``preempted`` if ``should_stop`` said so.
@@ -231,9 +232,23 @@ class AsyncGRPOTrainer:
         due = (every and self.progress.step % every == 0) or control.should_evaluate or self._ended()
         if self.task.eval and due:
             control.should_evaluate = False
-            row |= self.source.evaluate(self.progress.update).metrics()
+            try:
+                row |= self.source.evaluate(self.progress.update).metrics()
+            except Interrupted:
+                return  # the step is done and is kept; whoever resumes the run evaluates it
             self.progress.evaluated_at = self.progress.step
             self.callbacks.call("on_evaluate", metrics=row)
+
+    def _owes_evaluation(self) -> bool:
+        every, progress = self.config.trainer.eval_every, self.progress
+        return bool(every) and progress.step % every == 0 and progress.evaluated_at != progress.step
+
+    def _evaluate_late(self) -> None:
+        """A step that is recorded already: the data ran out after it, or the run was stopped while it was evaluated."""
+        evaluation = self.source.evaluate(self.progress.update).metrics()
+        self.progress.evaluated_at = self.progress.step
+        self._saved_at = None  # a checkpoint of this step does not know of it
+        self.callbacks.call("on_evaluate", metrics=self.recorder.amend(self.progress.step, evaluation))
 
     def _record(self, row: dict[str, Any]) -> None:
         self.recorder.record(row, self.progress, self.source.buffer.counts)
@@ -246,14 +261,14 @@ class AsyncGRPOTrainer:
 
     def _ended(self) -> bool:
         """Whether the step that was just done is the last."""
-        if self.progress.stop_reason is None:
+        if self.stop_reason is None:
             if self.callbacks.control.should_training_stop:
-                self.progress.stop_reason = "a callback asked to stop"
+                self.stop_reason = "a callback asked to stop"
             else:
                 used_up = self.source.stream.exhausted and not self.source.buffer.num_held
                 reason = self.bounds.reason_to_end(self.progress.step, self.recorder.wall_s, used_up)
-                self.progress.stop_reason = reason
-        return self.progress.stop_reason is not None
+                self.stop_reason = reason
+        return self.stop_reason is not None
 
     def _check_weights(self) -> None:
         """Weights that are not finite never reach a generator."""
@@ -281,7 +296,7 @@ class AsyncGRPOTrainer:
         mixed = mix_warning(self.precision)
         if mixed is not None and not resumed:
             self._event("warning", {"message": mixed})
-        self._saved_at = self.progress.step
+        self._saved_at: int | None = self.progress.step
         self.source = start_source(
             self.config, self.precision, self.task, self.codec, self._workers, self.folder.logs,
             str(self.device), self._event, self.should_stop,
@@ -299,6 +314,8 @@ class AsyncGRPOTrainer:
         self.callbacks.call("on_train_begin", model=self.model)
         if self.task.eval and not resumed:
             self._record({"step": 0, "time": time.time()} | self.source.evaluate(0).metrics())
+        elif self.task.eval and self._owes_evaluation():
+            self._evaluate_late()
 
     def _restore(self, resume: bool | str | Path) -> Path | None:
         if resume is False:
@@ -308,7 +325,6 @@ class AsyncGRPOTrainer:
             return None
         checkpoint.load(found[-1], self.model, self.optimizer)
         self.progress = checkpoint.read_progress(found[-1])
-        self.progress.stop_reason = None  # why it ended then
         self.optimizer.loss_scale.load_state_dict(self.progress.loss_scale)
         return found[-1]
 
@@ -335,14 +351,13 @@ class AsyncGRPOTrainer:
         if self.progress.update == 0:
             raise RunFailed("the run ended without a single update; events.jsonl says why")
         if self.task.eval and self.progress.evaluated_at != self.progress.step:
-            # the data ran out before the last step could know that it was the last
-            evaluation = self.source.evaluate(self.progress.update).metrics()
-            self.folder.metrics({"step": self.progress.step, "time": time.time(), **evaluation})
+            self._evaluate_late()
         self._save()
         self.callbacks.call("on_train_end")
         return State.done
 
     def _preempt(self) -> State:
+        self.stop_reason = None  # it may have come to its end and been stopped in the last evaluation
         self._save()
         return State.preempted
 
@@ -355,7 +370,7 @@ class AsyncGRPOTrainer:
             self.folder.status.groups = vars(source.buffer.counts).copy()
         elif self._workers is not None:
             self._workers.close()
-        reason = self.progress.stop_reason if error is None else f"{type(error).__name__}: {error}"
+        reason = self.stop_reason if error is None else f"{type(error).__name__}: {error}"
         code = {State.done: 0, State.failed: 1}.get(state, 143)
         self.folder.end(state, code, reason, error)
         if self._starts_tracker:

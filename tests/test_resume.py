@@ -260,3 +260,43 @@ def test_a_checkpoint_of_another_model_or_dtype_is_refused(tmp_path: Path) -> No
     pure = small_trainer(tmp_path / "pure", "precision=bf16_pure", LOCKSTEP)
     with pytest.raises((RunFailed, ConfigError), match="stored in"):
         pure.train(resume_from_checkpoint=True)
+
+
+class Began:
+    """Whether training has begun, which is before the first evaluation."""
+
+    yet = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.yet = True
+
+
+@pytest.mark.parametrize("when", ["before the first step", "in the middle", "after the last step"])
+def test_a_stop_during_an_evaluation_loses_nothing(
+    unbroken: tuple[Path, tuple[str, ...]], tmp_path: Path, when: str
+) -> None:
+    """The step that was to be evaluated is kept, and the resumed run makes up for the evaluation."""
+    whole, overrides = unbroken
+    step = {"before the first step": 0, "in the middle": 2}.get(when, status(whole)["step"])
+    began = Began()
+    broken = small_trainer(tmp_path, *overrides, callbacks=[began])
+    broken.should_stop = lambda: began.yet and broken.progress.step == step  # of such a step, evaluate is first to ask
+    assert broken.train() is State.preempted
+    assert (status(tmp_path)["step"], status(tmp_path)["reason"]) == (step, None)
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == (list(range(step + 1)) if step else [])
+    assert not step or "eval/accuracy" not in rows[-1]
+    assert small_trainer(tmp_path, *overrides).train(resume_from_checkpoint=True) is State.done
+    same_bits(newest(whole), newest(tmp_path))
+    assert repeatable(metrics(whole)) == repeatable(metrics(tmp_path))
+    assert status(whole)["groups"] == status(tmp_path)["groups"]
+
+
+def test_an_evaluation_that_came_late_is_in_the_row_of_its_step(tmp_path: Path) -> None:
+    """F4: the data run out before the last step can know that it is the last; each step has one row all the same."""
+    overrides = ("trainer.max_epochs=1", "trainer.max_steps=null", "task.num_train=10", "trainer.eval_every=0")
+    small_trainer(tmp_path, LOCKSTEP, *overrides).train()
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert "eval/accuracy" in rows[3]
+    assert "loss/policy" in rows[3]
