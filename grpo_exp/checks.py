@@ -46,7 +46,13 @@ def machine_problems(config: Config) -> list[ConfigError]:
 
 
 def _starts_vllm(config: Config) -> bool:
-    return config.rollout.backend is Backend.vllm
+    match config.rollout.backend:
+        case Backend.hf:
+            return False
+        case Backend.vllm:
+            return True
+        case Backend.vllm_server:
+            return not config.rollout.urls
 
 
 def choice_problems(config: Config, choices: Mapping[str, str]) -> list[ConfigError]:

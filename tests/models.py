@@ -35,25 +35,27 @@ class Family(Enum):
     qwen3 = Qwen3Config
     gemma2 = Gemma2Config  # caps its logits
 
-    def config(self, tied: bool) -> PreTrainedConfig:
+    def config(self, tied: bool, head_dim: int = 8) -> PreTrainedConfig:
         extra = {"sliding_window": 8, "final_logit_softcapping": 2.0} if self is Family.gemma2 else {}
-        config: PreTrainedConfig = self.value(**SIZES, **extra, tie_word_embeddings=tied)
+        config: PreTrainedConfig = self.value(**SIZES | {"head_dim": head_dim}, **extra, tie_word_embeddings=tied)
         return config
 
 
-def build(family: Family = Family.qwen3, tied: bool = True, seed: int = 0) -> PreTrainedModel:
+def build(family: Family = Family.qwen3, tied: bool = True, seed: int = 0, head_dim: int = 8) -> PreTrainedModel:
     """A model in fp32 that was never trained."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = Auto.from_config(family.config(tied)).eval()
+    model: PreTrainedModel = Auto.from_config(family.config(tied, head_dim)).eval()
     return model
 
 
 @cache
-def checkpoint(family: Family = Family.qwen3, dtype: torch.dtype = torch.float32, tied: bool = True) -> Path:
+def checkpoint(
+    family: Family = Family.qwen3, dtype: torch.dtype = torch.float32, tied: bool = True, head_dim: int = 8
+) -> Path:
     """A folder that ``from_pretrained`` takes; it is gone when the session ends."""
     folder = Path(tempfile.mkdtemp(prefix="grpo_exp_models_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    build(family, tied).to(dtype).save_pretrained(folder)
+    build(family, tied, head_dim=head_dim).to(dtype).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(assets.path("tiny") / name, folder / name)
     return folder

@@ -5,6 +5,7 @@ A setting that an engine would ignore is refused here: ignored, it would make an
 
 from collections.abc import Mapping
 from dataclasses import fields
+from urllib.parse import urlsplit
 
 from ..errors import ConfigError
 from .schema import Backend, Config, RolloutConfig, SamplingConfig, SyncTransport
@@ -12,6 +13,7 @@ from .schema import Backend, Config, RolloutConfig, SamplingConfig, SyncTranspor
 NEUTRAL = SamplingConfig()
 SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 LOWEST, HIGHEST = 2.0**-126, 2.0**127
+HOTTEST = 2.0
 KWARGS_OF_VLLM = ("dtype", "torch_dtype", "revision", "attn_implementation", "device_map", "use_safetensors")
 """Keywords of ``from_pretrained`` that name no other weights than vLLM loads by itself: the trainer may have them."""
 
@@ -27,7 +29,7 @@ def rollout_problems(config: Config) -> list[ConfigError]:
         problems.append(ConfigError("rollout.max_staleness", rollout.max_staleness, "0", fix))
     if rollout.backend is not Backend.hf:
         problems += _vllm_problems(config)
-    return problems
+    return [*problems, *_server_problems(rollout)]
 
 
 def engine_problems(backend: Backend, sites: Mapping[str, str]) -> list[ConfigError]:
@@ -103,8 +105,37 @@ def _sync_problems(rollout: RolloutConfig) -> list[ConfigError]:
     return []
 
 
+def _server_problems(rollout: RolloutConfig) -> list[ConfigError]:
+    problems = []
+    urls = str(rollout.urls)
+    if rollout.http_retries < 0:
+        problems.append(ConfigError("rollout.http_retries", rollout.http_retries, "0 or more"))
+    if rollout.urls and rollout.backend is not Backend.vllm_server:
+        problems.append(ConfigError("rollout.urls", urls, "[]", "rollout=vllm_server talks to servers"))
+    elif rollout.urls and len(rollout.urls) != rollout.num_workers:
+        fix = f"one worker talks to one server: rollout.num_workers={len(rollout.urls)}"
+        problems.append(ConfigError("rollout.num_workers", rollout.num_workers, str(len(rollout.urls)), fix))
+    if any(urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname for url in rollout.urls):
+        problems.append(ConfigError("rollout.urls", urls, "[http://HOST:PORT,…]"))
+    elif rollout.sync is SyncTransport.shm and not all(map(is_local, rollout.urls)):
+        reason = "a server on another machine cannot see the trainer's memory"
+        problems.append(ConfigError("rollout.sync", "shm", "auto, file", reason))
+    return problems
+
+
+def is_local(url: str) -> bool:
+    """Whether a server is on this machine."""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
 def _vllm_problems(config: Config) -> list[ConfigError]:
     rollout, problems = config.rollout, []
+    for key, value in {
+        "rollout.temperature": rollout.temperature,
+        "rollout.evaluation.temperature": rollout.evaluation.temperature,
+    }.items():
+        if value is not None and value > HOTTEST:
+            problems.append(ConfigError(key, value, f"up to {HOTTEST:g}", "vLLM refuses more; rollout=hf takes any"))
     if rollout.num_workers == 0:
         reason = "this engine needs a process of its own; rollout.max_staleness=0 generates and trains in turn"
         problems.append(ConfigError("rollout.num_workers", 0, "1 or more", reason))

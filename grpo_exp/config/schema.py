@@ -191,6 +191,10 @@ class RolloutConfig(SamplingConfig):
     max_retries: int = 2  # of one group
     max_failures: int = 2  # errors and deaths of one worker, in a row; timeouts do not count
     sync: SyncTransport = SyncTransport.auto
+    sync_dir: str | None = None  # for sync=file, seen by trainer and servers alike; null: sync/ in the run folder
+    urls: list[str] = field(default_factory=list)  # vllm_server: one server per worker; empty: each starts its own
+    token_variable: str = "VLLM_API_KEY"  # the environment variable with the token of those servers
+    http_retries: int = 4
     evaluation: EvaluationSamplingConfig = field(default_factory=EvaluationSamplingConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
 

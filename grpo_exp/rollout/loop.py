@@ -157,13 +157,14 @@ class JoiningLoop(WorkerLoop):
 
     @property
     def idle(self) -> bool:
-        return super().idle and not self.joining.num_running
+        can_admit = bool(self.waiting) and self.joining.version >= 0
+        return self.pending_sync is None and not can_admit and not self.joining.num_running
 
     def work(self, drain: Callable[[], None]) -> None:
         """One step."""
         if self.in_flight or not self.joining.num_running:
             self.apply_sync()
-        if self.pending_sync is None:
+        if self.pending_sync is None and self.joining.version >= 0:
             self._admit()
         if not self.joining.num_running:
             return

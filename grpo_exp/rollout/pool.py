@@ -90,7 +90,7 @@ class WorkerPool:
         self._spec = spec
         self.sender = Sender(self.fd, DTYPES[spec.dtypes["wire"]], DTYPES[spec.dtypes["rollout"]])
         for member in self.members:
-            member.process.send(("init", (spec, self.config.in_flight_sync)))
+            member.process.send(("init", (spec.for_worker(member.process.index), self.config.in_flight_sync)))
         self._wait_until(lambda member: member.ready, "start its engine", should_stop)
         self._engines_built = True
 
@@ -259,7 +259,7 @@ class WorkerPool:
         process = WorkerProcess(index, self.fd, self.log_dir, self.config.num_threads, self.config.backend)
         self.members[self.members.index(member)] = Member(process, failures_in_a_row=member.failures_in_a_row)
         if self._spec is not None:
-            process.send(("init", (self._spec, self.config.in_flight_sync)))
+            process.send(("init", (self._spec.for_worker(index), self.config.in_flight_sync)))
         if self._payload is not None:
             process.send(("sync", self._payload))
         self.submit(request for serial, request in member.requests.items() if serial not in member.started_at)

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ..assets import locate
-from ..config.rollouts import engine_problems
-from ..config.schema import Backend, Config
+from ..config.rollouts import engine_problems, is_local
+from ..config.schema import Backend, Config, RolloutConfig, SyncTransport
 from ..errors import ConfigErrors
 from ..precision import Precision, dtype_name
 from ..tasks import Task
@@ -37,15 +38,19 @@ def start_source(
     """Workers with their engines built, and the source over them. Nothing is left running if that fails."""
     pool = WorkerPool(config.rollout, spawned or spawn_workers(config.rollout, log_dir), log_dir, on_event)
     try:
-        pool.initialise(engine_spec(config, precision, device), should_stop)
+        pool.initialise(engine_spec(config, precision, device, log_dir.parent), should_stop)
         return RolloutSource(config, task, codec, pool, on_event, should_stop)
     except BaseException:
         pool.close()
         raise
 
 
-def engine_spec(config: Config, precision: Precision, device: str) -> EngineSpec:
-    """What workers build their engine from; dtypes are explicit names, never ``auto``."""
+def engine_spec(config: Config, precision: Precision, device: str, folder: Path = Path()) -> EngineSpec:
+    """What workers build their engine from; dtypes are explicit names, never ``auto``.
+
+    Raises:
+        ConfigError: if the engine cannot honour a precision site.
+    """
     inline = config.rollout.num_workers == 0
     dtypes = {site: dtype_name(getattr(precision, site)) for site in ("rollout", "rollout_head", "wire")}
     problems = engine_problems(config.rollout.backend, dtypes)
@@ -60,5 +65,28 @@ def engine_spec(config: Config, precision: Precision, device: str) -> EngineSpec
         device=device,
         num_threads=config.trainer.num_threads if inline else config.rollout.num_threads,
         batch_size=config.rollout.batch_size,
-        options={} if config.rollout.backend is Backend.hf else asdict(config.rollout.vllm),
+        options=engine_options(config.rollout, folder),
     )
+
+
+def engine_options(rollout: RolloutConfig, folder: Path) -> dict[str, Any]:
+    """What only some engines have."""
+    match rollout.backend:
+        case Backend.hf:
+            return {}
+        case Backend.vllm:
+            return asdict(rollout.vllm)
+        case Backend.vllm_server:
+            in_memory = rollout.sync is SyncTransport.shm or all(map(is_local, rollout.urls))
+            transport = (
+                SyncTransport.shm if in_memory and rollout.sync is not SyncTransport.file else SyncTransport.file
+            )
+            return asdict(rollout.vllm) | {
+                "urls": list(rollout.urls),
+                "token_variable": rollout.token_variable,
+                "http_retries": rollout.http_retries,
+                "request_timeout_s": rollout.request_timeout_s,
+                "startup_timeout_s": rollout.startup_timeout_s,
+                "sync": transport.name,
+                "sync_dir": rollout.sync_dir or str(folder / "sync"),
+            }

@@ -1,6 +1,6 @@
 """What travels between trainer and generator workers. Plain data, no torch: numpy arrays and lists."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,12 @@ class EngineSpec:
     device: str
     num_threads: int
     batch_size: int
-    options: dict[str, Any] = field(default_factory=dict)  # what only one engine has
+    options: dict[str, Any] = field(default_factory=dict)  # what only some engines have
+
+    def for_worker(self, index: int) -> "EngineSpec":
+        """The same for one worker, who has a server of its own where there are servers."""
+        urls = self.options.get("urls")
+        return replace(self, options=self.options | {"url": urls[index]}) if urls else self
 
 
 @dataclass(frozen=True)

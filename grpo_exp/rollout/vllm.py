@@ -94,18 +94,19 @@ class VllmEngine:
 
     def load(self, payload: Payload, fd: int) -> int:
         """Take over new weights and recompute what was cached under the old ones; an error leaves these serving."""
-        before, self.version = self.version, -1  # none, should the next lines leave weights of two versions
-        try:
-            arrived: int = self.engine.collective_rpc("grpo_load", args=(payload.to_json(), f"/proc/self/fd/{fd}"))[0]
-        except RunFailed:
-            self.version = before
-            raise
+        source = f"/proc/self/fd/{fd}"
+        answer = self.engine.collective_rpc("grpo_load", args=(payload.to_json(), source))[0]
+        if "error" in answer:
+            self.version = self.version if answer["serving"] else -1
+            raise RunFailed(answer["error"])
+        self.version = -1  # none, should the next line fail: weights of one version, a cache of another
         if not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RunFailed("vLLM did not drop the cache of the weights before")
         self.engine.engine_core.set_weight_version(str(payload.version))
         self._seen |= self.engine.collective_rpc("grpo_dtypes")[0]
         self._seen["wire"] = dtype_name(payload.dtype)
         self.version = payload.version
+        arrived: int = answer["checksum"]
         return arrived
 
     def observed(self) -> dict[str, str]:

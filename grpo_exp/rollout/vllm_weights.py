@@ -7,6 +7,7 @@ its columns, bit for bit in any dtype, since all other products are zeros.
 
 import mmap
 import os
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,27 +29,31 @@ class WeightReceiver:
     vllm_config: Any
     _grpo_served: tuple[dict[str, Any], str] | None = None
 
-    def grpo_load(self, payload: dict[str, Any], source: str) -> int:
-        """Load weights that lie in a file and return the checksum of what arrived.
+    def grpo_load(self, payload: dict[str, Any], source: str) -> dict[str, Any]:
+        """Load weights that lie in a file, and read them back.
 
         Args:
             payload: a :class:`~grpo_exp.sync.shm.Payload` as plain data.
             source: path of the file; that of a descriptor in /proc where the file has no name.
 
-        Raises:
-            RunFailed: if they do not fit or are not what was sent (nothing has changed then), or if the kernels hold
-                something else afterwards. Then the weights of before are loaded again.
+        Returns:
+            ``{"checksum": …}`` of what arrived, or ``{"error": …, "serving": …}``: whether the weights of before are still
+            there. They are where nothing was changed yet, and else they are loaded again.
         """
-        new = Payload.from_json(payload)
-        weights = self._grpo_verified(new, tensors_in(_mapped(source), new))
+        new, serving = Payload.from_json(payload), self._grpo_served is not None
         try:
-            self._grpo_replace(weights)
-            check_held(self.model_runner.get_model(), weights, new.version, everything=self._grpo_served is None)
+            weights = self._grpo_verified(new, tensors_in(_mapped(source), new))
+            try:
+                self._grpo_replace(weights)
+                check_held(self.model_runner.get_model(), weights, new.version, everything=not serving)
+            except Exception:
+                serving = False
+                serving = self._grpo_restore()
+                raise
         except Exception:
-            self._grpo_restore()
-            raise
+            return {"error": traceback.format_exc(), "serving": serving}
         self._grpo_served = payload, source
-        return new.checksum
+        return {"checksum": new.checksum}
 
     def grpo_dtypes(self) -> dict[str, str]:
         """Precision site → dtype, from live objects."""
@@ -89,12 +94,13 @@ class WeightReceiver:
 
                 dispatch_cpu_unquantized_gemm(tied, remove_weight=False)
 
-    def _grpo_restore(self) -> None:
-        """Back to the version that is being served; the sender has left it in the file."""
+    def _grpo_restore(self) -> bool:
+        """Back to the version that was being served, if there was one; the sender has left it in the file."""
         if self._grpo_served is None:
-            return
+            return False
         payload, source = Payload.from_json(self._grpo_served[0]), self._grpo_served[1]
         self._grpo_replace(self._grpo_verified(payload, tensors_in(_mapped(source), payload)))
+        return True
 
 
 def _mapped(path: str) -> mmap.mmap:
