@@ -119,6 +119,7 @@ class AsyncGRPOTrainer:
         self._starts_tracker = tracker is None
         self.progress = Progress()
         self.stop_reason: str | None = None
+        self._saved_at: int | None = None
 
     def train(self, resume_from_checkpoint: bool | str | Path = False) -> State:
         """Run until a bound is met and return ``done``, or ``preempted`` if ``should_stop`` said so.
@@ -296,7 +297,7 @@ class AsyncGRPOTrainer:
         mixed = mix_warning(self.precision)
         if mixed is not None and not resumed:
             self._event("warning", {"message": mixed})
-        self._saved_at: int | None = self.progress.step
+        self._saved_at = self.progress.step
         self.source = start_source(
             self.config, self.precision, self.task, self.codec, self._workers, self.folder.logs,
             str(self.device), self._event, self.should_stop,
