@@ -11,7 +11,7 @@ from .errors import ConfigError, RunFailed
 if TYPE_CHECKING:
     from .config.compose import Composed
 
-COMMANDS = ("compare", "fetch-model", "resume")
+COMMANDS = ("compare", "fetch-model", "probe", "resume")
 
 
 def main() -> None:
@@ -49,6 +49,10 @@ def dispatch(argv: list[str]) -> int:
             from .fetch import main as fetch
 
             return fetch(rest)
+        case ["probe", *rest]:
+            from .probe_grid.command import main as probe
+
+            return probe(rest)
         case ["--version"]:
             from . import __version__
 

@@ -27,6 +27,7 @@ from grpo_exp.config.schema import Config
 from grpo_exp.config.sites import resolve_sites
 from grpo_exp.folder import Status
 from grpo_exp.metrics import COLUMNS, METRICS
+from grpo_exp.probe_grid.settings import ProbeSettings
 from grpo_exp.report.load import RunState
 from grpo_exp.run import IN_USE
 
@@ -43,6 +44,8 @@ SMALLER = {
     " task.max_completion_tokens=8 task.num_eval=16": "grpo-exp task=jsonl task.path=examples/prompts.jsonl"
     " task.reward=examples/reward.py:reward task.max_completion_tokens=8 task.num_eval=16 debug=smoke trainer.max_steps=2"
     " rollout=lockstep",
+    "grpo-exp probe probe.num_prompts=8 probe.max_new_tokens=8": "grpo-exp probe probe.num_prompts=4 probe.max_new_tokens=4"
+    " probe.rollout=bf16 rollout.num_workers=0",
 }
 """Command → what is run: the same with fewer and smaller steps."""
 
@@ -73,6 +76,11 @@ COMPOSED = {
 NOT_RUN = {
     "make demo": "six full runs after an installation; its command is composed",
     "make test": "what runs this test",
+    "grpo-exp probe model=smollm2_135m": "a quarter of an hour, on a model that is fetched; test_probe_model.py is about it",
+    "grpo-exp probe model=smollm2_135m probe.engine=[hf,vllm] probe.rollout=bf16 probe.compute=fp32,bf16"
+    " probe.head=[null,fp32] probe.micro_batch=[1,8]": "needs vLLM and a model that is fetched; test_probe_grid.py reads it",
+    "grpo-exp probe --against probes/BEFORE": "needs an earlier probe; test_probe_grid.py has one",
+    "grpo-exp probe --against probes/BEFORE model.init_kwargs.attn_implementation=eager": "the same",
     "pip install 'grpo-exp[fetch]'": "changes the environment that tests run in",
     "grpo-exp fetch-model smollm2_135m": "downloads 93 MB; has tests of its own",
     "wandb sync runs/RUN/wandb/offline-run-*": "needs an account",
@@ -400,6 +408,7 @@ OF_THE_MANIFEST = re.compile(r"precision\.(resolve|observed|declared|kernels|rea
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_keys_and_metrics_that_a_page_names_exist(page: Path) -> None:
     known, groups = set(leaves()), "|".join(get_type_hints(Config))
+    known |= {f"probe.{entry.name}" for entry in fields(ProbeSettings)} | {"probe.json"}
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
     spans = [span for span in names(text) if not OF_THE_MANIFEST.match(span)]
     keys = [m[1] for span in spans if (m := re.match(rf"((?:{groups})\.[a-z_.]*[a-z_])(?:=|$)", span))]

@@ -58,7 +58,7 @@ def _print(summary: Summary, arguments: argparse.Namespace) -> None:
     elif arguments.md:
         print(to_markdown(summary), end="")
     else:
-        to_terminal(summary, _console())
+        to_terminal(summary, terminal())
 
 
 def render(paths: Iterable[Path], console: Console, baseline: str | None = None, metric: str | None = None) -> Summary:
@@ -72,8 +72,8 @@ def render(paths: Iterable[Path], console: Console, baseline: str | None = None,
     return summary
 
 
-def _console() -> Console:
-    """Highlighting is off: it would colour digits inside names."""
+def terminal() -> Console:
+    """Standard output. Highlighting is off: it would colour digits inside names."""
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(highlight=False, width=None if is_sized else PLAIN_WIDTH)
 

@@ -27,6 +27,7 @@ class Grid:
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    num_labels: int = 1  # columns of words, before those of numbers
 
 
 @dataclass(frozen=True)
@@ -237,22 +238,25 @@ def clean(text: str) -> str:
 def to_terminal(summary: Summary, console: Console) -> None:
     """Print the comparison. Colours and bold vanish by themselves where the console is no terminal."""
     for part in sections(summary):
-        alarm = isinstance(part, Lines) and part.is_alarm
-        console.print(Text(clean(part.title), style="bold red" if alarm else "bold"))
-        match part:
-            case Grid():
-                console.print(_table(part))
-                console.print()
-            case Lines():
-                for line in part.lines:
-                    console.print(Text("  " + clean(line)), soft_wrap=True)
-                console.print()
+        print_part(part, console)
+
+
+def print_part(part: Grid | Lines, console: Console) -> None:
+    alarm = isinstance(part, Lines) and part.is_alarm
+    console.print(Text(clean(part.title), style="bold red" if alarm else "bold"))
+    match part:
+        case Grid():
+            console.print(_table(part))
+        case Lines():
+            for line in part.lines:
+                console.print(Text("  " + clean(line)), soft_wrap=True)
+    console.print()
 
 
 def _table(grid: Grid) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), header_style="")
     for index, title in enumerate(grid.header):
-        words = index == 0 or not title
+        words = index < grid.num_labels or not title
         widest = max((len(row[index]) for row in grid.rows), default=0)
         title = clean(title)
         if " " not in title and len(title) > widest + 5:  # a metric key over narrow numbers takes two lines
