@@ -144,6 +144,7 @@ def test_a_killed_run_is_shown_as_crashed(story: Story) -> None:
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT"])
 def test_an_interrupted_run_leaves_a_checkpoint_of_its_last_step(story: Story, how: str) -> None:
+    """E14"""
     ending = story.endings[how]
     assert ending.status["step"] == ending.last_step
     saved = {event["step"] for event in events(story.run, "checkpoint")}
@@ -151,6 +152,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_of_its_last_step(story: Story, h
 
 
 def test_the_resumed_run_comes_to_its_end(story: Story) -> None:
+    """E14: in the same folder, each step once."""
     ending = story.endings["end"]
     assert ending.exit_code == 0
     assert (ending.status["state"], ending.status["reason"]) == ("done", "trainer.max_epochs")

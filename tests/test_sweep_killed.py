@@ -84,6 +84,7 @@ def test_when_the_sweep_is_killed_no_process_outlives_it(troubled: Troubled) -> 
 
 
 def test_the_same_command_resumes_what_was_interrupted(troubled: Troubled) -> None:
+    """E14"""
     for name, path in runs(troubled.folder / "runs").items():
         resumed = [event["step"] for event in events(path, "resume")]
         assert len(resumed) == 2, name
