@@ -11,7 +11,7 @@ from .errors import ConfigError, RunFailed
 if TYPE_CHECKING:
     from .config.compose import Composed
 
-COMMANDS = ("compare", "fetch-model", "probe", "resume")
+COMMANDS = ("cancel", "compare", "fetch-model", "probe", "resume", "status")
 
 
 def main() -> None:
@@ -43,6 +43,14 @@ def dispatch(argv: list[str]) -> int:
             from .report.compare import main as compare
 
             return compare(rest)
+        case ["status", *rest]:
+            from .launch.status import main as status
+
+            return status(rest)
+        case ["cancel", *rest]:
+            from .launch.status import cancel
+
+            return cancel(rest)
         case ["resume", *rest]:
             return resume(rest)
         case ["fetch-model", *rest]:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -26,6 +27,10 @@ from .errors import RunFailed
 CHECKPOINT = re.compile(r"step-(\d{6,})")
 STATUS_EVERY_S = 0.5
 """How far the step in status.json may be behind while steps are quick."""
+BEAT_S = 20.0
+"""At the latest after this time status.json is written again while a run goes on."""
+SILENCE_S = 9 * BEAT_S
+"""A run on another host that was silent for so long is taken for dead."""
 
 
 class State(Enum):
@@ -99,6 +104,8 @@ class RunFolder:
         self._trained: jsonl.JsonlWriter | None = None
         self._lock: int | None = None
         self._written_s = -STATUS_EVERY_S
+        self._writing = threading.Lock()
+        self._over: threading.Event | None = None
 
     @property
     def logs(self) -> Path:
@@ -159,13 +166,25 @@ class RunFolder:
             traceback=None,
             exit_code=None,
         )
+        if self._over is None:
+            self._over = threading.Event()
+            threading.Thread(target=self._beat, args=(self._over,), name="heartbeat", daemon=True).start()
+
+    def _beat(self, over: threading.Event) -> None:
+        """A step may take longer than anybody waits for a sign of life."""
+        while not over.wait(BEAT_S):
+            try:
+                self.update()
+            except OSError:  # a full disk is told by the trainer's own writing
+                continue
 
     def update(self, **changes: Any) -> None:
         """Change fields of the status and write it with a heartbeat."""
-        self._change(changes)
-        self._written_s = time.monotonic()
-        self.status.heartbeat = now()
-        jsonl.write_json_atomic(self.path / "status.json", asdict(self.status))
+        with self._writing:
+            self._change(changes)
+            self._written_s = time.monotonic()
+            self.status.heartbeat = now()
+            jsonl.write_json_atomic(self.path / "status.json", asdict(self.status))
 
     def progress(self, **changes: Any) -> None:
         """The same after a step, where quick steps need not be written one by one."""
@@ -210,6 +229,8 @@ class RunFolder:
         self.update(state=state, exit_code=exit_code, reason=reason, traceback=text, ended=now())
 
     def close(self) -> None:
+        if self._over is not None:
+            self._over.set()
         for writer in (self._metrics, self._events, self._trained):
             if writer is not None:
                 writer.close()

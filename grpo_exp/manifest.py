@@ -46,6 +46,18 @@ def git_state(folder: Path) -> dict[str, Any]:
     return {"commit": commit, "dirty": None if commit is None else bool(status)}
 
 
+def git_diff(folder: Path) -> bytes | None:
+    """What tracked files of that checkout have beyond the commit, for ``git apply``; None where it is no checkout."""
+    if (top := _git(folder, "rev-parse", "--show-toplevel")) is None:
+        return None
+    command = ["git", "-C", top, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=30, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
 def hardware(device: str = "cpu") -> dict[str, Any]:
     return {
         "host": socket.gethostname(),

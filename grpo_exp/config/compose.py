@@ -69,6 +69,7 @@ def run_app(
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     def app(config: DictConfig) -> None:
         try:
+            _refuse_launcher()
             codes.append(run_one(composed(config, _as_given(HydraConfig.get().overrides.task))))
         except ConfigError as error:
             if not is_single_run():
@@ -88,6 +89,13 @@ def run_app(
     if errors:
         raise errors[0]
     return max(codes, default=0)
+
+
+def _refuse_launcher() -> None:
+    """Hydra asks a launcher only about sweeps: a single run would go on here without a word."""
+    choice = HydraConfig.get().runtime.choices.get("hydra/launcher")
+    if is_single_run() and choice == "slurm":
+        raise ConfigError("hydra/launcher", choice, "", "launchers are for sweeps: add -m, also for one run")
 
 
 def composed(config: DictConfig, overrides: Sequence[str]) -> Composed:

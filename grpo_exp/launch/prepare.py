@@ -4,6 +4,7 @@ The folder's name ends in the hash of the frozen configuration; that hash is how
 """
 
 import fcntl
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import choice_problems, find_problems, machine_problems
-from ..config.compose import Composed, to_typed, varied_keys
+from ..config.compose import PACKAGE, Composed, to_typed, varied_keys
 from ..config.freeze import Frozen, freeze, run_name
 from ..errors import ConfigError, ConfigErrors
 from ..folder import RunFolder, is_in_use, read_status
-from ..manifest import about_this_machine
+from ..manifest import about_this_machine, git_diff
 from ..report.load import RunState, read_run
 
 
@@ -62,13 +63,25 @@ def check_all(jobs: list[Composed]) -> list[Frozen]:
 
 def prepare_all(jobs: list[Composed], frozen: list[Frozen], retry_failed: bool) -> list[Planned]:
     """The run folders of the jobs of a command, made where there is none yet, each once."""
-    about = about_this_machine()
+    about, diff = about_this_machine(), git_diff(PACKAGE)
     varied = varied_keys([job.overrides for job in jobs])  # where another sweeper than ours has not said it
     planned: dict[Path, Planned] = {}
     for job, one, levels in zip(jobs, frozen, varied, strict=True):
-        with _alone(Path(one.values["runs_dir"])):
-            path = _find(one) or _make(job, one, job.factors or levels, about)
+        with alone(Path(one.values["runs_dir"])):
+            path = _find(one) or _make(job, one, job.factors or levels, about, diff)
         planned.setdefault(path, decide(Planned(path, Action.start, "new", job.overrides), retry_failed))
+    return list(planned.values())
+
+
+def foresee(jobs: list[Composed], frozen: list[Frozen], retry_failed: bool) -> list[Planned]:
+    """What :func:`prepare_all` would return; nothing is made."""
+    varied = varied_keys([job.overrides for job in jobs])
+    planned: dict[Path, Planned] = {}
+    for job, one, levels in zip(jobs, frozen, varied, strict=True):
+        known = _find(one)
+        path = known or Path(one.values["runs_dir"]) / run_name(job.factors or levels, one.hash)
+        plan = Planned(path, Action.start, "new", job.overrides)
+        planned.setdefault(path, plan if known is None else decide(plan, retry_failed))
     return list(planned.values())
 
 
@@ -80,13 +93,16 @@ def decide(planned: Planned, retry_failed: bool) -> Planned:
 
     if is_in_use(planned.path):
         return so(Action.wait, "running in another process")
-    match read_run(planned.path).state:
+    run = read_run(planned.path)
+    match run.state:
         case RunState.created:
             return so(Action.start, "new")
         case RunState.done:
             return so(Action.skip, "done already")
         case RunState.failed if not retry_failed:
             return so(Action.skip, "failed before")
+        case RunState.running if run.status.get("host") != socket.gethostname():  # its lock may not reach us
+            return so(Action.wait, f"running on {run.status.get('host')}")
         case RunState.running:  # but nothing holds the folder
             return so(Action.resume, "was interrupted")
         case state:
@@ -99,10 +115,12 @@ def _find(frozen: Frozen) -> Path | None:
     return next((path for path in found if read_status(path) is not None), None)
 
 
-def _make(job: Composed, frozen: Frozen, factors: dict[str, str], about: dict[str, Any]) -> Path:
+def _make(job: Composed, frozen: Frozen, factors: dict[str, str], about: dict[str, Any], diff: bytes | None) -> Path:
     runs_dir = Path(frozen.values["runs_dir"])
     try:
         folder = RunFolder(runs_dir / run_name(factors, frozen.hash))
+        if diff:
+            (folder.path / "code.diff").write_bytes(diff)
         folder.describe(frozen, factors, job.choices, job.overrides, about)
     except OSError as error:
         raise _not_writable(runs_dir, error) from None
@@ -115,7 +133,7 @@ def _not_writable(runs_dir: Path, error: OSError) -> ConfigError:
 
 
 @contextmanager
-def _alone(runs_dir: Path) -> Iterator[None]:
+def alone(runs_dir: Path) -> Iterator[None]:
     """Two commands that want the same run at the same time get one folder for it."""
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,10 @@ asks for it.
 import json
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 import yaml
 
 from ..errors import ConfigError
+from ..folder import SILENCE_S
 from .metrics import Json, Metrics, Section, decode, read_metrics
 
 ABSENT = "–"
@@ -32,7 +35,7 @@ class RunState(Enum):
     done = "done"
     failed = "failed"
     preempted = "preempted"
-    crashed = "crashed"  # says running, but its process is gone
+    crashed = "crashed"  # says running, but its process is gone, or nothing was heard from its host for minutes
     broken = "broken"  # a file is missing or cannot be read
 
 
@@ -162,11 +165,13 @@ def _state(status: Section) -> tuple[RunState, str | None]:
     reason = status.get("reason")
     if state is RunState.running and _process_is_gone(status):
         return RunState.crashed, f"its process {status['pid']} is gone" + (f" ({reason})" if reason else "")
+    if state is RunState.running and (silence_s := _silence_s(status)) > SILENCE_S:
+        return RunState.crashed, f"no heartbeat from {status.get('host')} for {silence_s / 60:.0f} min"
     return state, str(reason) if reason else None
 
 
 def _process_is_gone(status: Section) -> bool:
-    """Only said of a process of this host: nothing is known about the others."""
+    """Only said of a process of this host: of the others it is known by their silence."""
     pid = status.get("pid")
     if status.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
         return False
@@ -177,6 +182,16 @@ def _process_is_gone(status: Section) -> bool:
     except PermissionError:
         return False
     return False
+
+
+def _silence_s(status: Section) -> float:
+    """Seconds since the last heartbeat of a run on another host, 0 for one of this host."""
+    if status.get("host") == socket.gethostname():
+        return 0.0
+    try:
+        return time.time() - datetime.fromisoformat(str(status.get("heartbeat"))).timestamp()
+    except ValueError:
+        return 0.0
 
 
 def section(mapping: Mapping[str, Json], *keys: str) -> Section:

@@ -29,7 +29,8 @@ class Stop(BaseException):
 def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in a terminal reaches the whole group; the trainer decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # a cluster may signal every process of a job
+        signal.signal(number, signal.SIG_IGN)
     for fd in sys.argv[1:3]:  # a process that an engine starts must not keep the trainer's connection open
         os.set_inheritable(int(fd), False)
     connection, weights_fd = Connection(int(sys.argv[1])), int(sys.argv[2])

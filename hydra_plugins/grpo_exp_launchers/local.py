@@ -1,13 +1,16 @@
 """``hydra/launcher=local``: what ``grpo-exp -m`` uses. Thin and light, since every Hydra application imports it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+
+from .freezing import FreezingLauncher
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from grpo_exp.config.compose import Composed
 
 
 @dataclass
@@ -22,24 +25,13 @@ class LocalLauncherConf:
 ConfigStore.instance().store(group="hydra/launcher", name="local", node=LocalLauncherConf, provider="grpo_exp")
 
 
-class LocalLauncher(Launcher):
-    """Freezes every job at submission and hands the folders to :func:`grpo_exp.launch.local.launch`."""
+class LocalLauncher(FreezingLauncher):
+    """Hands the jobs to :func:`grpo_exp.launch.local.launch`."""
 
     def __init__(self, n_jobs: int, retry: str) -> None:
         self.n_jobs, self.retry = n_jobs, retry
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.hydra_context, self.config = hydra_context, config
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        from grpo_exp.config.compose import compose_jobs
+    def launch_jobs(self, jobs: "list[Composed]") -> "list[Path]":
         from grpo_exp.launch.local import launch
 
-        jobs = compose_jobs(self.hydra_context, self.config, job_overrides)
-        return [_completed(str(path)) for path in launch(jobs, self.n_jobs, self.retry)]
-
-
-def _completed(value: str) -> JobReturn:
-    result = JobReturn(status=JobStatus.COMPLETED)
-    result.return_value = value
-    return result
+        return launch(jobs, self.n_jobs, self.retry)

@@ -33,7 +33,7 @@ class WholeSweeper(BasicSweeper):
     def sweep(self, arguments: list[str]) -> Any:
         from grpo_exp.config.compose import normalise, varied_keys
 
-        from .local import LocalLauncher
+        from .freezing import FreezingLauncher
 
         assert self.config is not None
         assert self.hydra_context is not None
@@ -44,7 +44,7 @@ class WholeSweeper(BasicSweeper):
         names = ",".join(f"'{key}'" for key in varied_keys(jobs)[0])
         # with the overrides that every launcher gives to every job, so that each knows what it is named by
         self.config.hydra.overrides.hydra.append(f"hydra.sweeper.varied=[{names}]")
-        if not isinstance(self.launcher, LocalLauncher):  # which checks every job itself before it starts one
+        if not isinstance(self.launcher, FreezingLauncher):  # which checks every job itself before it starts one
             self.validate_batch_is_legal(jobs)
         results = self.launcher.launch(jobs, initial_job_idx=0)
         for result in results:

@@ -1,0 +1,41 @@
+#!/bin/bash
+#SBATCH --ntasks=1
+#SBATCH --requeue
+#SBATCH --job-name=grpo-exp-precision
+#SBATCH --array=0-5%4
+#SBATCH --output=/scratch/runs/.slurm/0123abcd/%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --chdir=/scratch/runs/.slurm/0123abcd
+#SBATCH --signal=B:USR2@300
+#SBATCH --partition=gpu
+#SBATCH --account=lab
+#SBATCH --qos=long
+#SBATCH --time=8:00:00
+#SBATCH --mem=64G
+#SBATCH --cpus-per-task=8
+#SBATCH --gres=gpu:a100:1
+#SBATCH --constraint=nvlink
+#SBATCH --exclude=node[1-2]
+#SBATCH --mail-type=END,FAIL
+#SBATCH --exclusive
+
+module load cuda/12.8
+export NCCL_DEBUG=WARN
+export PYTHONPATH=/scratch/runs/.slurm/code-0123456789ab${PYTHONPATH:+:$PYTHONPATH}
+run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" /scratch/runs/.slurm/0123abcd/runs.txt)
+
+# USR2 comes before a time limit or a preemption: the run saves a checkpoint, and the job goes back into the queue.
+again=
+trap 'again=1; kill -USR2 "$pid" 2>/dev/null' USR2
+trap : TERM  # reaches the run itself; the shell stays to hand on its exit code
+apptainer exec --nv image.sif python3 -P -m grpo_exp.run "$run" --resume >>"$run/logs/run.log" 2>&1 &
+pid=$!
+while true; do
+  wait "$pid"
+  code=$?
+  kill -0 "$pid" 2>/dev/null || break
+done
+if [ -n "$again" ] && [ "$code" -ge 128 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit "$code"
