@@ -156,7 +156,8 @@ class AsyncGRPOTrainer:
             return False
         clock.lap("wait")
         batch = self._build(groups)
-        passes = self.passes.run(batch, self.optimizer.loss_scale.scale)
+        with self.source.going_on():
+            passes = self.passes.run(batch, self.optimizer.loss_scale.scale)
         outcome = self._update(batch, passes)
         clock.lap("train")
         self._publish(outcome)

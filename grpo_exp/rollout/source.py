@@ -3,11 +3,13 @@
     PromptStream ─▶ WorkerPool ─▶ RewardRunner ─▶ GroupBuffer ─▶ next_batch()
          ▲ as many as the buffer has room for                     consumed by the trainer, one batch a step
 
-Everything runs in the trainer's thread, inside :meth:`RolloutSource.pump`, while the trainer waits for a batch.
+Everything runs inside :meth:`RolloutSource.pump`, in the trainer's thread while the trainer waits for a batch, in a thread
+of its own while it computes: never in both.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from multiprocessing.connection import wait
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ from ..config.schema import Config, RewardErrors
 from ..errors import Interrupted, RunFailed
 from ..tasks import Row, Task
 from ..tasks.rewards import RewardRunner
+from .background import Background
 from .buffer import GroupBuffer, GroupCounts
 from .pool import Failed, OnEvent, Retried, WorkerPool
 from .sampling import derive_seed
@@ -26,6 +29,7 @@ from .stream import PromptStream
 from .types import Generated, Group, Request, Rollout, Shaping
 
 EVAL_TAG = 0x6576616C  # keeps the seeds of evaluation apart from those of training
+PUMP_S = 0.5  # between two looks at deadlines
 
 
 class Codec(Protocol):
@@ -82,6 +86,7 @@ class RolloutSource:
         self._evaluated: dict[int, Rollout] = {}
         self._evaluation_rewards: dict[int, float] = {}
         self._progress = time.monotonic()
+        self._background = Background(self.pump)
         self.version = 0
 
     def publish(self, version: int, model: nn.Module) -> None:
@@ -110,14 +115,23 @@ class RolloutSource:
                 return batch
             if self.stream.exhausted and not self.buffer.num_held:
                 return None
-            self.pump()
+            self._pump_or_fail()
 
-    def pump(self, timeout_s: float = 0.5) -> None:
-        """Wait for news from workers and rewards, and deal with them."""
-        waitables = [*self.pool.connections(), *self.rewards.connections()]
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Deal with what comes in while the caller computes. An inline worker would compute as well: it is left alone."""
+        if not self.pool.connections():
+            yield
+            return
+        with self._background.at_work():
+            yield
+
+    def pump(self, awake: int | None = None) -> None:
+        """Wait for news from workers and rewards, and deal with them; return as soon as ``awake`` can be read."""
+        waitables: list[Any] = [*self.pool.connections(), *self.rewards.connections()]
         due_s = self.rewards.wait_s()
         if waitables:
-            wait(waitables, timeout_s if due_s is None else min(timeout_s, due_s))
+            wait([*waitables, *([] if awake is None else [awake])], PUMP_S if due_s is None else min(PUMP_S, due_s))
         for item in self.pool.poll():
             match item:
                 case Failed():
@@ -128,6 +142,9 @@ class RolloutSource:
                 case Generated():
                     self._generated_one(item)
         self._collect_rewards()
+
+    def _pump_or_fail(self) -> None:
+        self.pump()
         if time.monotonic() - self._progress > self.config.trainer.stall_timeout_s:
             raise RunFailed(f"no group was finished in {self.config.trainer.stall_timeout_s:g} s: {self._state()}")
 
@@ -152,7 +169,7 @@ class RolloutSource:
         while len(self._evaluated) < len(requests) or len(self._evaluation_rewards) < len(rows):
             if self.should_stop():
                 raise Interrupted
-            self.pump()
+            self._pump_or_fail()
         sampled = [self._evaluated[-(2 * index + 1)] for index in range(len(rows))]
         greedy = [self._evaluated[-(2 * index + 2)] for index in range(len(rows))]
         rewards = [reward for reward in self._evaluation_rewards.values() if reward == reward]
@@ -167,6 +184,7 @@ class RolloutSource:
     def close(self) -> None:
         self.rewards.close()
         self.pool.close()
+        self._background.close()  # last: what it started dies with it
 
     def _request(
         self,
