@@ -59,6 +59,8 @@ COMPOSED = {
     "grpo-exp --config-dir my_conf experiment=wide": "a full run",
     "grpo-exp --config-dir my_conf -m +sweeps=head": "six full runs",
     "grpo-exp tracker=wandb": "a full run; wandb has tests of its own",
+    "grpo-exp -m +sweeps=precision hydra/launcher=slurm hydra.launcher.partition=gpu hydra.launcher.gpus=1"
+    " hydra.launcher.time=8:00:00 hydra.launcher.n_jobs=4": "needs a cluster; test_slurm.py starts one",
     "grpo-exp -m +sweeps=precision tracker=wandb": "nine full runs; wandb has tests of its own",
     "grpo-exp -m debug=smoke precision=fp32,fp32_tf32,bf16,fp16,bf16_pure,bf16_head32 rollout=lockstep"
     " trainer.device=cuda runs_dir=runs/gpu": "needs a GPU",
@@ -83,6 +85,7 @@ NOT_RUN = {
     "grpo-exp probe --against probes/BEFORE model.init_kwargs.attn_implementation=eager": "the same",
     "pip install 'grpo-exp[fetch]'": "changes the environment that tests run in",
     "grpo-exp fetch-model smollm2_135m": "downloads 93 MB; has tests of its own",
+    "grpo-exp cancel runs": "needs a cluster; test_slurm.py has one",
     "wandb sync runs/RUN/wandb/offline-run-*": "needs an account",
     "wandb sync runs/*/wandb/offline-run-*": "needs an account",
     "grpo-exp compare runs/gpu": "needs runs on a GPU",

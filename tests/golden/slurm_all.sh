@@ -36,6 +36,6 @@ while true; do
   kill -0 "$pid" 2>/dev/null || break
 done
 if [ -n "$again" ] && [ "$code" -ge 128 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then
-  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+  scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" && sleep 60  # the id of the last task alone means all
 fi
 exit "$code"
