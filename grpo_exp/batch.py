@@ -27,7 +27,12 @@ class MicroBatch:
     advantages: Tensor  # [n]: of the token's sequence
     weights: Tensor  # [n]: the loss weight of the token's sequence
     sequence: Tensor  # [n] int64: index of the sequence in the step
+    position: Tensor  # [n] int64: index of the token in its completion
+    staleness: Tensor  # [n] int64: version that is trained minus version that sampled the token
     has_gradient: bool  # False: every advantage or weight is 0, so a forward pass for the metrics is all it takes
+    same_weights: Tensor | None = (
+        None  # [n]: of stale tokens, the trainer's log-prob under the weights that sampled them
+    )
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,14 @@ def build_batch(
     tokens_per_micro_batch: int,
     device: torch.device,
     share_prompts: bool = False,
+    version: int = 0,
 ) -> StepBatch:
-    """``share_prompts``: compute the prompt of a group once where that forwards fewer tokens, padding included."""
+    """Cut a step into micro-batches.
+
+    Args:
+        share_prompts: compute the prompt of a group once where that forwards fewer tokens, padding included.
+        version: the policy version that is trained.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     completions = [Completion(n, g.prompt_ids, r.token_ids) for n, g in enumerate(groups) for r in g.rollouts]
     rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float32)  # rewards are fp32 always
@@ -78,12 +89,16 @@ def build_batch(
         rows = contributes.eq(has_gradient).nonzero()[:, 0].tolist()
         for part, tokens in _token_batches(completions, rows, tokens_per_micro_batch, device, share_prompts):
             sequence = torch.tensor(part)[tokens.rows.cpu()]
+            versions = np.concatenate([rollouts[row].versions for row in part])
+            position = np.concatenate([np.arange(len(rollouts[row].token_ids)) for row in part])
             micro_batch = MicroBatch(
                 tokens=tokens,
                 mu=torch.from_numpy(np.concatenate([rollouts[row].mu for row in part])).to(device),
                 advantages=values[sequence].to(device),
                 weights=weights[sequence].to(device),
                 sequence=sequence.to(device),
+                position=torch.from_numpy(position).to(device),
+                staleness=version - torch.from_numpy(versions.astype(np.int64)).to(device),
                 has_gradient=has_gradient,
             )
             micro_batches.append(micro_batch)

@@ -37,6 +37,7 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     wall_s: float = 0.0
+    probe_s: float = 0.0  # of it, for probes of the mismatch
     skipped_total: int = 0
     skipped_in_a_row: int = 0
     loss_scale: dict[str, float] = field(default_factory=dict)

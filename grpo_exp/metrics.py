@@ -8,10 +8,10 @@ import resource
 import sys
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from .algo.correction import Correction, correction_metrics
 from .algo.mismatch import mismatch_metrics
 from .algo.stats import completion_stats
 from .batch import StepBatch
@@ -35,6 +35,67 @@ METRICS: dict[str, tuple[str, str]] = {
     "mismatch/k3": ("nats", "mean of exp(d_roll) - 1 - d_roll"),
     "mismatch/ess": ("share", "(sum W)^2 / (N sum W^2), W = exp(sum of d_roll over a sequence)"),
     "mismatch/outside": ("share", "tokens with exp(d_roll) outside [0.9, 1.1]"),
+    "mismatch/outside_clip": ("share", "tokens with exp(d_roll) outside [1 - algo.clip_low, 1 + algo.clip_high]"),
+    "mismatch/seq_mean": ("nats", "mean over sequences of S, the sum of d_roll over a sequence"),
+    "mismatch/seq_sd": ("nats", "population standard deviation of S"),
+    "mismatch/seq_abs_max": ("nats", "maximum of |S|"),
+    "mismatch/ppl_trainer": ("1", "exp(-mean of old over tokens)"),
+    "mismatch/ppl_generator": ("1", "exp(-mean of mu over tokens)"),
+    "mismatch/prob_pearson": ("1", "Pearson correlation of exp(mu) and exp(old) over tokens"),
+    "mismatch/drift_slope": (
+        "nats per 1000 tokens",
+        "least-squares slope of the running sum of d_roll against position",
+    ),
+    "mismatch/prob_0_1": ("nats", "mean of |d_roll| over tokens with exp(mu) below .01"),
+    "mismatch/prob_1_10": ("nats", "… from .01 to .1"),
+    "mismatch/prob_10_50": ("nats", "… from .1 to .5"),
+    "mismatch/prob_50_90": ("nats", "… from .5 to .9"),
+    "mismatch/prob_90_100": ("nats", "… from .9 on"),
+    "mismatch/lag_0": ("nats", "mean of |d_roll| over tokens with staleness 0: |beta|, as nothing but it is there"),
+    "mismatch/lag_1": ("nats", "… with staleness 1"),
+    "mismatch/lag_2": ("nats", "… with staleness 2"),
+    "mismatch/lag_3up": ("nats", "… with staleness 3 or more"),
+    "correction/raw_mean": ("1", "mean over tokens of the weight before any clamp, bound or mask"),
+    "correction/raw_sd": ("1", "population standard deviation of the same"),
+    "correction/raw_min": ("1", "minimum of the same"),
+    "correction/raw_max": ("1", "maximum of the same"),
+    "correction/weight_mean": ("1", "mean over tokens of the weight that was used, 0 where rejected"),
+    "correction/weight_sd": ("1", "population standard deviation of the same"),
+    "correction/weight_max": ("1", "maximum of the same"),
+    "correction/ess": ("share", "(sum w)^2 / (n sum w^2) of the weights that were used, over tokens"),
+    "correction/kept": ("share", "tokens that neither weight nor mask rejected"),
+    "correction/kept_sequences": ("share", "sequences with such a token"),
+    "correction/nonfinite": ("tokens", "raw weights that are NaN or beyond fp32"),
+    "probe/alpha_mean": ("nats", "mean of alpha = trainer(t) - trainer(s) over the tokens of a probe"),
+    "probe/alpha_sd": ("nats", "population standard deviation of the same"),
+    "probe/alpha_abs_mean": ("nats", "mean of |alpha|"),
+    "probe/beta_mean": ("nats", "mean of beta = trainer(s) - mu"),
+    "probe/beta_sd": ("nats", "population standard deviation of the same"),
+    "probe/beta_abs_mean": ("nats", "mean of |beta|"),
+    "probe/beta_dtype_mean": ("nats", "mean of beta_dtype = trainer(s) - lowered"),
+    "probe/beta_dtype_sd": ("nats", "population standard deviation of the same"),
+    "probe/beta_dtype_abs_mean": ("nats", "mean of |beta_dtype|"),
+    "probe/beta_batch_mean": ("nats", "mean of beta_batch = lowered - alone"),
+    "probe/beta_batch_sd": ("nats", "population standard deviation of the same"),
+    "probe/beta_batch_abs_mean": ("nats", "mean of |beta_batch|"),
+    "probe/beta_engine_mean": ("nats", "mean of beta_engine = alone - mu"),
+    "probe/beta_engine_sd": ("nats", "population standard deviation of the same"),
+    "probe/beta_engine_abs_mean": ("nats", "mean of |beta_engine|"),
+    "probe/total_mean": ("nats", "mean of d_tot = trainer(t) - mu = alpha + beta"),
+    "probe/total_sd": ("nats", "population standard deviation of the same"),
+    "probe/total_abs_mean": ("nats", "mean of |d_tot|"),
+    "probe/phantom_clip": ("share", "tokens with exp(beta) beyond the clip side that is active for the sign of A"),
+    "probe/advantage_corr": ("1", "Pearson correlation of beta and A over tokens; null where A is constant"),
+    "probe/drift_slope": ("nats per 1000 tokens", "least-squares slope of the running sum of beta against position"),
+    "probe/prob_0_1": ("nats", "mean of |beta| over tokens with exp(mu) below .01"),
+    "probe/prob_1_10": ("nats", "… from .01 to .1"),
+    "probe/prob_10_50": ("nats", "… from .1 to .5"),
+    "probe/prob_50_90": ("nats", "… from .5 to .9"),
+    "probe/prob_90_100": ("nats", "… from .9 on"),
+    "probe/alpha_stale": ("nats", "an estimate: mean of d_roll over stale tokens of the step, less probe/beta_mean"),
+    "probe/lag": ("versions", "t - s: 1, or 0 where the step was skipped"),
+    "probe/tokens": ("tokens", "tokens of the probe"),
+    "probe/share": ("share", "wall time of all probes so far over wall_s"),
     "staleness/mean": ("versions", "mean over tokens of trained version - version that sampled the token"),
     "staleness/max": ("versions", "maximum of the same"),
     "group/zero_std_frac": ("share", "groups whose rewards are all equal, of those with a baseline"),
@@ -76,17 +137,20 @@ class Passes:
     clipped: Tensor  # [n]
     entropy: Tensor  # [n]
     sequence: Tensor  # [n]
+    position: Tensor  # [n]
+    staleness: Tensor  # [n]
+    correction: Correction
 
 
-def step_metrics(batch: StepBatch, passes: Passes, version: int) -> dict[str, float]:
+def step_metrics(batch: StepBatch, passes: Passes, clip: tuple[float, float]) -> dict[str, float]:
     """Everything that follows from the batch and the passes over it."""
     valid = batch.rewards[batch.rewards.isfinite()].double()  # float64: a mean over many rewards
     advantages = batch.advantages
     num_kept = int((~advantages.dropped).sum())
     lengths = torch.tensor([len(rollout.token_ids) for rollout in batch.rollouts])
     truncated = torch.tensor([not rollout.finished for rollout in batch.rollouts])
-    lags = version - torch.from_numpy(np.concatenate([rollout.versions for rollout in batch.rollouts]))
-    mismatch = mismatch_metrics(passes.mu, passes.old, passes.sequence)
+    mismatch = mismatch_metrics(passes.mu, passes.old, passes.sequence, passes.position, passes.staleness, clip)
+    correction = correction_metrics(passes.correction, passes.sequence)
     return {
         "reward/mean": float(valid.mean()) if len(valid) else math.nan,
         "reward/std": float(valid.std(correction=0)) if len(valid) else math.nan,
@@ -96,10 +160,11 @@ def step_metrics(batch: StepBatch, passes: Passes, version: int) -> dict[str, fl
         "entropy/mean": _mean(passes.entropy),
         "group/zero_std_frac": int(advantages.zero_std.sum()) / num_kept if num_kept else math.nan,
         "group/dropped_frac": 1.0 - num_kept / len(batch.groups),
-        "staleness/mean": _mean(lags),
-        "staleness/max": float(lags.max()),
+        "staleness/mean": _mean(passes.staleness),
+        "staleness/max": float(passes.staleness.max()),
         **{f"completion/{key}": value for key, value in completion_stats(lengths, truncated).items()},
         **{f"mismatch/{key}": value for key, value in mismatch.items()},
+        **{f"correction/{key}": value for key, value in correction.items()},
     }
 
 

@@ -1,11 +1,14 @@
 """Forward and backward passes over the micro-batches of one step."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from .algo.correction import Correction, correct
 from .algo.loss import ppo_clip
 from .batch import MicroBatch, StepBatch
-from .config.schema import AlgoConfig, OldLogprobs
+from .config.schema import AlgoConfig, CorrectionConfig, Weight
 from .metrics import Passes
 from .policy import Policy
 
@@ -13,15 +16,22 @@ from .policy import Policy
 class PassRunner:
     """Accumulates the gradient of a step, and keeps what the metrics need."""
 
-    def __init__(self, policy: Policy, algo: AlgoConfig, temperature: float) -> None:
-        self.policy, self.algo, self.temperature = policy, algo, temperature
+    def __init__(self, policy: Policy, algo: AlgoConfig, correction: CorrectionConfig, temperature: float) -> None:
+        self.policy, self.algo, self.correction, self.temperature = policy, algo, correction, temperature
 
     def run(self, batch: StepBatch, scale: float) -> Passes:
         """Backward through every micro-batch; the loss is multiplied by ``scale`` for it, not in what is returned."""
         seen = [self.run_micro_batch(micro_batch, scale) for micro_batch in batch.micro_batches]
         joined = {name: torch.cat([part[name] for part in seen]) for name in seen[0]}
         loss = float(joined.pop("loss").sum())
-        return Passes(loss=loss, scale=scale, **joined)
+        names = ("proximal", "weight", "log_raw", "kept")
+        correction = Correction(**{name: joined.pop(name) for name in names})
+        if self.correction.batch_norm:
+            mean = self._mean_weight(correction.weight, joined["sequence"], batch.included)
+            self._divide_gradients(mean)
+            loss /= mean
+            correction = replace(correction, weight=correction.weight / mean)
+        return Passes(loss=loss, scale=scale, correction=correction, **joined)
 
     def run_micro_batch(self, micro_batch: MicroBatch, scale: float) -> dict[str, Tensor]:
         """Forward and backward: adds to the gradients; returns the loss, [1], and per-token tensors by name, [n]."""
@@ -29,17 +39,24 @@ class PassRunner:
             new, entropy = self.policy.logprobs(micro_batch.tokens, self.temperature)
         # one pass per step: the weights at its start are those of this very pass
         old = new.detach()
-        denominator = old if self.algo.old_logprobs is OldLogprobs.recompute else micro_batch.mu
+        correction = correct(
+            micro_batch.mu,
+            old,
+            micro_batch.same_weights,
+            micro_batch.staleness,
+            micro_batch.sequence,
+            self.correction,
+        )
         policy_loss = ppo_clip(
             new[:, None],
-            denominator[:, None],
+            correction.proximal[:, None],
             micro_batch.advantages,
             torch.ones_like(new[:, None], dtype=torch.bool),
             self.algo.clip_low,
             self.algo.clip_high,
             self.algo.dual_clip,
         )
-        loss = (policy_loss.per_token[:, 0] * micro_batch.weights).sum()
+        loss = (policy_loss.per_token[:, 0] * correction.weight * micro_batch.weights).sum()
         if micro_batch.has_gradient:
             (loss * scale).backward()  # type: ignore[no-untyped-call]
         return {
@@ -51,4 +68,21 @@ class PassRunner:
             "clipped": policy_loss.clipped[:, 0],
             "entropy": entropy,
             "sequence": micro_batch.sequence,
+            "position": micro_batch.position,
+            "staleness": micro_batch.staleness,
+            **vars(correction),
         }
+
+    def _mean_weight(self, weight: Tensor, sequence: Tensor, included: Tensor) -> float:
+        """Over the tokens that are counted in the loss, or their sequences where the weight is one of sequences."""
+        counted = included.to(sequence.device)[sequence]
+        if self.correction.weight is Weight.seq_tis:
+            first = torch.ones_like(counted)
+            first[1:] = sequence[1:] != sequence[:-1]
+            counted = counted & first
+        return float(weight[counted].double().mean()) if bool(counted.any()) else 1.0  # float64: a sum over many tokens
+
+    def _divide_gradients(self, divisor: float) -> None:
+        """The mean weight is known only after the last micro-batch; the loss is linear in it, so that is early enough."""
+        gradients = [p.grad for p in self.policy.model.parameters() if p.grad is not None]
+        torch._foreach_div_(gradients, divisor)

@@ -41,8 +41,11 @@ class Clock:
 class Recorder:
     """Writes rows to the run folder and shows them to tracker and callbacks."""
 
-    def __init__(self, folder: RunFolder, tracker: Tracker, callbacks: Callbacks, model: nn.Module) -> None:
-        self.folder, self.tracker, self.callbacks, self.model = folder, tracker, callbacks, model
+    def __init__(
+        self, folder: RunFolder, tracker: Tracker, callbacks: Callbacks, model: nn.Module, clip: tuple[float, float]
+    ) -> None:
+        """``clip``: how far the policy ratio may be below and above 1."""
+        self.folder, self.tracker, self.callbacks, self.model, self.clip = folder, tracker, callbacks, model, clip
         self.params = next(model.parameters())
         self._warned = False
 
@@ -70,7 +73,7 @@ class Recorder:
             "wall_s": progress.wall_s,
             "samples": progress.samples,
             "tokens": progress.tokens,
-            **step_metrics(batch, passes, version=progress.update - int(outcome.applied)),
+            **step_metrics(batch, passes, self.clip),
             "grad/norm": outcome.grad_norm,
             "params/changed_frac": outcome.changed_frac,
             "lr": outcome.lr,

@@ -25,7 +25,8 @@ from .callbacks import Callbacks
 from .checkpoint import Progress
 from .checks import check
 from .config.freeze import freeze
-from .config.schema import TaskName
+from .config.schema import Proximal, TaskName
+from .decompose import Decomposer
 from .device import compute_device
 from .errors import ConfigError, Interrupted, RunFailed
 from .folder import RunFolder, State
@@ -43,6 +44,7 @@ from .rollout.start import start_source
 from .tasks import Accuracy, RewardSpec, Row, Task
 from .tokens import Codec, load_tokenizer
 from .track import NullTracker, Tracker, start_tracker
+from .weights import OlderWeights
 
 
 class AsyncGRPOTrainer:
@@ -104,7 +106,7 @@ class AsyncGRPOTrainer:
         self.model = load_policy(source, kwargs, self.precision.params, config.model.trust_remote_code, self.device)
         self.policy = Policy(self.model, self.precision, config.trainer.logprob_chunk)
         self.optimizer = Optimizer(self.model, config.optim, self.precision)
-        self.passes = PassRunner(self.policy, config.algo, config.rollout.temperature)
+        self.passes = PassRunner(self.policy, config.algo, config.correction, config.rollout.temperature)
         self.processing_class = processing_class or load_tokenizer(
             locate(config.model.tokenizer or source), config.model.trust_remote_code, kwargs.get("revision")
         )
@@ -115,7 +117,15 @@ class AsyncGRPOTrainer:
         self.bounds = Bounds(config.trainer, len(self.task.train))
         self.should_stop, self._workers = should_stop, workers
         self.callbacks = Callbacks(callbacks or (), self.args)
-        self.recorder = Recorder(self.folder, tracker or NullTracker(), self.callbacks, self.model)
+        self.recorder = Recorder(
+            self.folder,
+            tracker or NullTracker(),
+            self.callbacks,
+            self.model,
+            (config.algo.clip_low, config.algo.clip_high),
+        )
+        self.decomposer = Decomposer(config, self.policy, lambda: self.recorder.wall_s, self._event)
+        self.older = OlderWeights(self.policy, config.rollout.temperature, config.rollout.staleness_bound)
         self._starts_tracker = tracker is None
         self.progress = Progress()
         self.stop_reason: str | None = None
@@ -150,6 +160,7 @@ class AsyncGRPOTrainer:
 
     def step(self) -> bool:
         """One optimizer step. False: the data are used up."""
+        fresh = self.decomposer.sample(self.source, self.progress)
         clock = Clock()
         groups = self.source.next_batch(self.bounds.steps_left(self.progress.step))
         if groups is None:
@@ -163,6 +174,7 @@ class AsyncGRPOTrainer:
         self._publish(outcome)
         clock.lap("sync")
         row = self.recorder.row(self.progress, batch, passes, outcome, clock, self.source.pool)
+        row |= self.decomposer.measure(fresh, passes, self.progress)
         self._evaluate_if_due(row)
         self._record(row)
         self._save_if_due()
@@ -188,7 +200,10 @@ class AsyncGRPOTrainer:
             config.trainer.tokens_per_micro_batch,
             self.device,
             share_prompts=config.trainer.share_prompts and self.policy.shares_prompts,
+            version=self.progress.update,
         )
+        if config.correction.proximal is Proximal.beta_removal:
+            batch = self.older.score(batch, self.progress.update)
         stream, serials = self.source.stream, [group.serial for group in groups]
         num_dropped = int(batch.advantages.dropped.sum())
         self.source.buffer.counts.trained += len(groups) - num_dropped

@@ -5,7 +5,7 @@ import torch
 
 from grpo_exp.batch import StepBatch, build_batch
 from grpo_exp.config.compose import load_precision
-from grpo_exp.config.schema import AlgoConfig, PrecisionConfig
+from grpo_exp.config.schema import AlgoConfig, CorrectionConfig, PrecisionConfig
 from grpo_exp.passes import PassRunner
 from grpo_exp.policy import Policy, load_policy
 from grpo_exp.precision import resolve
@@ -56,5 +56,5 @@ def step_batch(tokens_per_micro_batch: int = 4096, algo: AlgoConfig | None = Non
     return build_batch(groups(seed=seed), algo or AlgoConfig(group_size=4), 10, tokens_per_micro_batch, CPU)
 
 
-def runner(policy: Policy, algo: AlgoConfig | None = None) -> PassRunner:
-    return PassRunner(policy, algo or AlgoConfig(group_size=4), 1.0)
+def runner(policy: Policy, algo: AlgoConfig | None = None, correction: CorrectionConfig | None = None) -> PassRunner:
+    return PassRunner(policy, algo or AlgoConfig(group_size=4), correction or CorrectionConfig(), 1.0)

@@ -31,9 +31,10 @@ LAYERS = (
         "prefix",
         "sync",
         "token_batch",
+        "weights",
     },
     {"rollout", "tasks", "track", "tokens"},
-    {"args", "checks", "record", "trainer"},
+    {"args", "checks", "decompose", "record", "trainer"},
     {"progress", "run"},
     {"cli", "fetch", "launch", "probe_grid", "report"},
 )

@@ -7,7 +7,7 @@ from steps import policy, runner, step_batch, token_batch
 from torch import Tensor
 
 from grpo_exp import assets, kernels
-from grpo_exp.config.schema import AlgoConfig, Normalization, OldLogprobs, PrecisionConfig
+from grpo_exp.config.schema import AlgoConfig, CorrectionConfig, Normalization, PrecisionConfig, Proximal
 from grpo_exp.errors import ConfigError
 from grpo_exp.policy import Policy
 from grpo_exp.token_batch import RowBatch
@@ -104,8 +104,8 @@ def test_a_loss_scale_multiplies_the_gradient_and_not_the_loss():
 
 
 def test_old_logprobs_are_those_of_this_pass_or_of_the_rollout():
-    algo = AlgoConfig(group_size=4, old_logprobs=OldLogprobs.recompute)
-    passes = runner(policy(TINY), algo).run(step_batch(algo=algo), scale=1.0)
+    correction = CorrectionConfig(proximal=Proximal.recompute)
+    passes = runner(policy(TINY), correction=correction).run(step_batch(), scale=1.0)
     assert bool((passes.ratio == 1.0).all())
     passes = runner(policy(TINY)).run(step_batch(), scale=1.0)
     torch.testing.assert_close(passes.ratio, (passes.new - passes.mu).exp())
@@ -167,9 +167,9 @@ def test_an_fp32_head_over_a_tied_bf16_model_leaves_the_embedding_alone(family: 
 @pytest.mark.parametrize(("option", "off"), [("bf16", 0.05), ("fp16", 0.006)])
 def test_16_bit_compute_over_fp32_masters_gives_fp32_gradients(option: str, off: float):
     """Close to the exact ones where nothing is clipped, as a ratio beyond the clip in one and not in the other would be."""
-    algo = AlgoConfig(group_size=4, old_logprobs=OldLogprobs.recompute)
+    correction = CorrectionConfig(proximal=Proximal.recompute)
     lowered, exact = policy(TINY, option), policy(TINY, "fp32")
     for scorer in (lowered, exact):
-        runner(scorer, algo).run(step_batch(algo=algo), scale=1.0)
+        runner(scorer, correction=correction).run(step_batch(), scale=1.0)
         assert {p.grad.dtype for p in scorer.model.parameters()} == {FP32}
     assert 0 < float((gradient(lowered) - gradient(exact)).norm() / gradient(exact).norm()) < off

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_exp import assets
 from grpo_exp.batch import StepBatch, build_batch
-from grpo_exp.config.schema import AlgoConfig
+from grpo_exp.config.schema import AlgoConfig, CorrectionConfig
 from grpo_exp.passes import PassRunner
 from grpo_exp.policy import Policy
 from grpo_exp.prefix import shared_states
@@ -33,7 +33,7 @@ def in_order(batch: StepBatch, values: Tensor) -> Tensor:
 def passes(scorer: Policy, batch: StepBatch) -> tuple[Tensor, Tensor]:
     """Log-probs of all tokens and the gradient of the step."""
     scorer.model.zero_grad()
-    seen = PassRunner(scorer, ALGO, 0.7).run(batch, scale=1.0)
+    seen = PassRunner(scorer, ALGO, CorrectionConfig(), 0.7).run(batch, scale=1.0)
     gradient = torch.cat([p.grad.flatten() for p in scorer.model.parameters() if p.grad is not None])
     return in_order(batch, seen.new), gradient
 

@@ -75,7 +75,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("rollout__max_staleness", -1),
     ("rollout__batch_size", 0),
     ("rollout__startup_timeout_s", 0.0),
-    ("optim__lr", 0.0),
+    ("optim__lr", 1e-50),
     ("optim__lr", -1e-3),
     ("optim__lr", math.nan),
     ("optim__beta1", 1.0),
@@ -231,8 +231,9 @@ def test_nothing_in_a_configuration_is_changed_by_checking_it() -> None:
     st.floats() | st.integers(), st.sampled_from(["optim__lr", "rollout__temperature", "algo__clip_low", "optim__eps"])
 )
 def test_a_number_that_is_accepted_is_finite_and_positive(value: float, key: str) -> None:
+    """But for a learning rate of 0, the control in which nothing is learnt."""
     if not find_problems(changed(**{key: value})):
-        assert 0 < value < math.inf
+        assert 0 < value < math.inf or (key == "optim__lr" and value == 0)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def ppo_clip(
         clip_high: how far the ratio may rise above 1.
         dual_clip: the bound ``c``, or None.
     """
-    log_ratio = _clamp_keeping_nan((new - old.detach()).where(mask, 0.0))
+    log_ratio = clamp_log_ratio((new - old.detach()).where(mask, 0.0))
     advantage = advantages.detach().unsqueeze(1).where(mask, 0.0)
     ratio = log_ratio.exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -108,6 +108,6 @@ def ppo_clip(
     return PolicyLoss(per_token=-gain, ratio=seen.where(mask, 0.0), clipped=clipped)
 
 
-def _clamp_keeping_nan(log_ratio: Tensor) -> Tensor:
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     """Clamp to ±MAX_LOG_RATIO. The gradient of ``clamp`` at NaN is 0, which would hide the NaN from the optimizer."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).where(~log_ratio.isnan(), log_ratio)

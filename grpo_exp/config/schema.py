@@ -62,6 +62,14 @@ class RewardErrors(Enum):
     skip = "skip"
 
 
+class FailureRule(Enum):
+    """What a failed run (not one that was merely stopped) counts for in the comparison. Each is listed in any case."""
+
+    leave_out = "leave_out"  # nothing
+    start = "start"  # its value before training, as if it had learned nothing
+    last = "last"  # what it had when it failed
+
+
 class Advantage(Enum):
     grpo = "grpo"
     dr_grpo = "dr_grpo"
@@ -74,15 +82,24 @@ class Normalization(Enum):
     constant = "constant"
 
 
-class OldLogprobs(Enum):
-    """Where the denominator of the policy ratio comes from."""
+class Proximal(Enum):
+    """The log-probability below ``new`` in the policy ratio."""
 
-    rollout = "rollout"
-    recompute = "recompute"
+    rollout = "rollout"  # mu: the generator's own
+    recompute = "recompute"  # old: the trainer's, under the weights at the start of the step
+    interpolate = "interpolate"  # between mu and old, by the staleness of the token
+    beta_removal = "beta_removal"  # mu + beta: the trainer's, under the weights that sampled the token
 
 
-class CorrectionName(Enum):
-    none = "none"
+class Weight(Enum):
+    """The detached weight of a token's loss, made from ``d = proximal - mu``."""
+
+    none = "none"  # 1
+    token = "token"  # exp(d)
+    token_tis = "token_tis"  # min(exp(d), weight_high)
+    token_icepop = "token_icepop"  # exp(d) where it is within weight_low … weight_high, else 0
+    seq_tis = "seq_tis"  # min(W, weight_high), W = exp(sum of d over the sequence)
+    seq_mis = "seq_mis"  # W where it is within weight_low … weight_high, else 0
 
 
 class Schedule(Enum):
@@ -241,13 +258,21 @@ class AlgoConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    old_logprobs: OldLogprobs = OldLogprobs.rollout
     mask_truncated: bool = False
 
 
 @dataclass
 class CorrectionConfig:
-    name: CorrectionName = CorrectionName.none
+    """What is done about the mismatch. A bound is null where nothing uses it; masks are off where theirs are null."""
+
+    proximal: Proximal = Proximal.rollout
+    weight: Weight = Weight.none
+    weight_low: float | None = None
+    weight_high: float | None = None
+    batch_norm: bool = False  # divide by the mean weight of the step
+    geo_low: float | None = None  # keep a sequence whose geometric mean of exp(old - mu) is within these two
+    geo_high: float | None = None
+    veto: float | None = None  # drop a sequence with any exp(old - mu) below it
 
 
 @dataclass
@@ -299,12 +324,26 @@ class TrainerConfig:
 
 
 @dataclass
+class ProbeConfig:
+    """How often the gap between generator and trainer is taken apart, on fresh completions, and what that may cost."""
+
+    every: int = 50  # steps; 0 = never
+    prompts: int = 8  # the same ones each time, algo.group_size completions each
+    max_share: float = 0.05  # of the wall time: a probe that would make it more is left out
+
+
+@dataclass
 class SweepConfig:
-    """What a sweep is compared by. ``baseline`` is an arm, e.g. ``precision=fp32``."""
+    """What a sweep is compared by, said before it runs. ``baseline`` is an arm, e.g. ``precision=fp32``."""
 
     name: str | None = None
+    question: str | None = None
     baseline: str | None = None
     metric: str = "eval/accuracy"
+    window: int = 1  # the last rows with the metric, whose mean is the value of a run
+    margin: float | None = None  # a difference within it counts as none; null = no test of equivalence
+    failures: FailureRule = FailureRule.leave_out
+    collapse: float | None = None  # collapsed: less than this share of the best gain is left at the end; null = not asked
 
 
 @dataclass
@@ -319,6 +358,7 @@ class Config:
     distributed: DistributedConfig = MISSING
     tracker: TrackerConfig = MISSING
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = 0
     runs_dir: str = "runs"

@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin
 
 from ..assets import check_known, locate
 from ..errors import ConfigError
+from .corrections import correction_problems
 from .messages import allowed, leaves
 from .rollouts import engine_problems, rollout_problems
 from .schema import Config, Device
@@ -39,6 +40,7 @@ def value_problems(config: Config) -> list[ConfigError]:
         *_number_problems(config),
         *rollout_problems(config),
         *_algo_problems(config),
+        *correction_problems(config),
     ]
 
 
@@ -115,10 +117,13 @@ def _count_problems(config: Config) -> list[ConfigError]:
         "trainer.keep_checkpoints": trainer.keep_checkpoints,
         "trainer.max_skipped_steps": trainer.max_skipped_steps,
         "rollout.batch_size": rollout.batch_size,
+        "probe.prompts": config.probe.prompts,
+        "sweep.window": config.sweep.window,
     }
     or_zero = {
         "trainer.eval_every": trainer.eval_every,
         "trainer.save_every": trainer.save_every,
+        "probe.every": config.probe.every,
         "optim.warmup_steps": config.optim.warmup_steps,
         "rollout.max_staleness": rollout.max_staleness,
         "rollout.max_retries": rollout.max_retries,
@@ -144,14 +149,17 @@ def _number_problems(config: Config) -> list[ConfigError]:
         "trainer.stall_timeout_s": trainer.stall_timeout_s,
         "rollout.startup_timeout_s": config.rollout.startup_timeout_s,
         "rollout.request_timeout_s": config.rollout.request_timeout_s,
-        "optim.lr": optim.lr,
         "optim.eps": optim.eps,
         "algo.advantage_eps": config.algo.advantage_eps,
+        "sweep.margin": config.sweep.margin,
     }
     decays = {"optim.beta1": optim.beta1, "optim.beta2": optim.beta2}
+    or_zero = {"optim.lr": optim.lr, "optim.weight_decay": optim.weight_decay}  # lr=0 shows what stays without learning
     return [
         *_refused(positive, POSITIVE, lambda value: SMALLEST <= value <= LARGEST),
-        *_refused({"optim.weight_decay": optim.weight_decay}, COUNT_OR_ZERO, lambda value: 0 <= value <= LARGEST),
+        *_refused(or_zero, COUNT_OR_ZERO, lambda value: value == 0 or SMALLEST <= value <= LARGEST),
+        *_refused({"probe.max_share": config.probe.max_share}, "0 to 1", lambda value: 0 <= value <= 1),
+        *_refused({"sweep.collapse": config.sweep.collapse}, "null, or 0 to 1", lambda value: 0 <= value <= 1),
         *_refused({"optim.max_grad_norm": optim.max_grad_norm}, COUNT_OR_ZERO, lambda value: value >= 0),
         *_refused(decays, "a number from 0 up to, but not, 1", lambda value: 0 <= value < 1),
     ]

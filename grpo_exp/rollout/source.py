@@ -10,7 +10,7 @@ of its own while it computes: never in both.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from ..config.schema import Config, RewardErrors
 from ..errors import Interrupted, RunFailed
 from ..tasks import Row, Task
 from ..tasks.rewards import RewardRunner
+from .aside import Aside, Evaluation
 from .background import Background
 from .buffer import GroupBuffer, GroupCounts
 from .pool import Failed, OnEvent, Retried, WorkerPool
@@ -29,6 +30,7 @@ from .stream import PromptStream
 from .types import Generated, Group, Request, Rollout, Shaping
 
 EVAL_TAG = 0x6576616C  # keeps the seeds of evaluation apart from those of training
+PROBE_TAG = 0x70726F62  # and those of a probe
 PUMP_S = 0.5  # between two looks at deadlines
 
 
@@ -37,23 +39,6 @@ class Codec(Protocol):
 
     def encode(self, rows: Sequence[Row]) -> list[list[int]]: ...
     def decode(self, row: Row, token_ids: list[int]) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean scores over the held-out prompts; None where the task or the mode has none."""
-
-    accuracy: float | None
-    accuracy_greedy: float | None
-    reward: float | None
-
-    def metrics(self) -> dict[str, float]:
-        named = {
-            "eval/accuracy": self.accuracy,
-            "eval/accuracy_greedy": self.accuracy_greedy,
-            "eval/reward": self.reward,
-        }
-        return {key: value for key, value in named.items() if value is not None}
 
 
 class RolloutSource:
@@ -83,8 +68,8 @@ class RolloutSource:
         )
         self._prompt_ids: dict[int, list[int]] = {}
         self._generated: dict[int, Generated] = {}
-        self._evaluated: dict[int, Rollout] = {}
-        self._evaluation_rewards: dict[int, float] = {}
+        self._asides: dict[int, Aside] = {}
+        self._purpose = ""  # of these, for an error
         self._progress = time.monotonic()
         self._background = Background(self.pump)
         self.version = 0
@@ -154,27 +139,57 @@ class RolloutSource:
         Raises:
             Interrupted: if the run was asked to stop; then nothing is known of this version.
         """
-        self.pool.wait_synced()
         rows = self.task.eval
         prompts = self.codec.encode(rows)
-        requests = [
-            self._request(-(2 * index + 1 + greedy), ids, 1, 0.0 if greedy else None, (EVAL_TAG, version, index))
+        asides = [
+            Aside(
+                self._request(-(2 * index + 1 + greedy), ids, 1, 0.0 if greedy else None, (EVAL_TAG, version, index)),
+                row,
+                is_rewarded=not greedy,
+            )
             for greedy in (0, 1)
-            for index, ids in enumerate(prompts)
+            for index, (row, ids) in enumerate(zip(rows, prompts, strict=True))
         ]
-        self._evaluated.clear()
-        self._evaluation_rewards.clear()
+        self._complete(asides, "evaluation")
+        rollouts = [rollout for aside in asides for rollout in aside.rollouts or ()]
+        rewards = [reward for aside in asides for reward in aside.rewards or () if reward == reward]
+        sampled, greedy = (self._accuracy(rows, part) for part in (rollouts[: len(rows)], rollouts[len(rows) :]))
+        return Evaluation(sampled, greedy, sum(rewards) / len(rewards) if rewards else None)
+
+    def fresh_groups(self, num_groups: int) -> list[Group]:
+        """Groups of the first training prompts, sampled as for training under exactly the version that was published last.
+
+        They are not trained on and not counted. Prompts and random numbers are the same every time, so that what changes
+        between two calls is the policy.
+
+        Raises:
+            Interrupted: if the run was asked to stop.
+        """
+        rows = self.task.train[:num_groups]
+        size, temperature = self.config.algo.group_size, self.config.rollout.temperature
+        asides = [
+            Aside(self._request(-1 - index, ids, size, temperature, (PROBE_TAG, index)), row, is_rewarded=True)
+            for index, (row, ids) in enumerate(zip(rows, self.codec.encode(rows), strict=True))
+        ]
+        self._complete(asides, "probe")
+        groups = [
+            Group(a.request.serial, a.request.prompt_ids, a.row, a.rollouts or [], self.version, a.rewards or [])
+            for a in asides
+        ]
+        if any((rollout.versions != self.version).any() for group in groups for rollout in group.rollouts):
+            raise RunFailed(f"a worker sampled under another version than the {self.version} it was sent")
+        return groups
+
+    def _complete(self, asides: list[Aside], purpose: str) -> None:
+        """Have some requests answered and rewarded under the version that was published last. Blocks."""
+        self.pool.wait_synced()
+        self._asides, self._purpose = {aside.request.serial: aside for aside in asides}, purpose
         self._progress = time.monotonic()
-        self.pool.submit(requests)
-        while len(self._evaluated) < len(requests) or len(self._evaluation_rewards) < len(rows):
+        self.pool.submit([aside.request for aside in asides])
+        while not all(aside.done for aside in asides):
             if self.should_stop():
                 raise Interrupted
             self._pump_or_fail()
-        sampled = [self._evaluated[-(2 * index + 1)] for index in range(len(rows))]
-        greedy = [self._evaluated[-(2 * index + 2)] for index in range(len(rows))]
-        rewards = [reward for reward in self._evaluation_rewards.values() if reward == reward]
-        mean_reward = sum(rewards) / len(rewards) if rewards else None
-        return Evaluation(self._accuracy(rows, sampled), self._accuracy(rows, greedy), mean_reward)
 
     def resume(self, cursor: int, open_serials: list[int], counts: dict[str, int]) -> None:
         """Go on in the data where a checkpoint was: groups that were open then are started again, first of all."""
@@ -225,30 +240,24 @@ class RolloutSource:
             self.pool.submit([self._request(serial, ids, size) for serial, ids in prompts.items()])
 
     def _generated_one(self, generated: Generated) -> None:
-        expected = self.config.algo.group_size if generated.serial >= 0 else 1
+        aside = self._asides.get(generated.serial)
+        expected = self.config.algo.group_size if aside is None else aside.request.num_completions
         found = len(generated.rollouts)
         problem = generated.problem() if found == expected else f"{found} of {expected} are there"
         if problem is not None:
             self._fail(generated.serial, f"the completions of a group were not usable: {problem}")
-        elif generated.serial < 0:
-            self._evaluated[generated.serial] = generated.rollouts[0]
+        elif aside is not None:
+            aside.rollouts = generated.rollouts
             self._progress = time.monotonic()
-            self._reward_evaluation(generated)
+            if aside.is_rewarded:
+                self._reward(generated, aside.row)
         else:
-            self._reward(generated)
+            self._generated[generated.serial] = generated
+            self._reward(generated, self.stream.row(generated.serial))
 
-    def _reward(self, generated: Generated) -> None:
-        row = self.stream.row(generated.serial)
+    def _reward(self, generated: Generated, row: Row) -> None:
         completions = [self.codec.decode(row, rollout.token_ids) for rollout in generated.rollouts]
-        self._generated[generated.serial] = generated
         self.rewards.submit(generated.serial, row, completions, [r.token_ids for r in generated.rollouts])
-
-    def _reward_evaluation(self, generated: Generated) -> None:
-        """Sampled completions have odd serials and are rewarded; greedy ones are only judged."""
-        if -generated.serial % 2 == 1:
-            row = self.task.eval[(-generated.serial - 1) // 2]
-            ids = generated.rollouts[0].token_ids
-            self.rewards.submit(generated.serial, row, [self.codec.decode(row, ids)], [ids])
 
     def _collect_rewards(self) -> None:
         for result in self.rewards.poll():
@@ -256,7 +265,7 @@ class RolloutSource:
                 raise RunFailed(result.error)
             if result.serial < 0:
                 self._progress = time.monotonic()
-                self._evaluation_rewards[result.serial] = result.rewards[0]
+                self._asides[result.serial].rewards = result.rewards
                 continue
             generated = self._generated.pop(result.serial)
             if result.error is not None:
@@ -270,7 +279,7 @@ class RolloutSource:
 
     def _fail(self, serial: int, reason: str) -> None:
         if serial < 0:
-            raise RunFailed(f"evaluation failed: {reason}")
+            raise RunFailed(f"{self._purpose} failed: {reason}")
         self.buffer.fail(serial)
         del self._prompt_ids[serial]
         self.on_event("failed_group", {"group": serial, "prompt": self.stream.index(serial), "reason": reason})

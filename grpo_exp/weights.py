@@ -1,0 +1,83 @@
+"""Other weights in the trainer's model for a while: older versions of the policy, or its weights in other dtypes.
+
+What is swapped is the data of the parameters. The parameters themselves, and with them ties, gradients and the optimizer,
+stay what they are; buffers, which engines do not get from the trainer either, are left alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .batch import MicroBatch, StepBatch
+from .errors import RunFailed
+from .policy import Policy
+
+
+@contextmanager
+def swapped(model: nn.Module, weights: list[Tensor]) -> Iterator[None]:
+    """Compute with other weights, one for each of ``model.parameters()`` in order, of any float dtype."""
+    parameters = list(model.parameters())
+    own = [parameter.data for parameter in parameters]
+    try:
+        for parameter, other in zip(parameters, weights, strict=True):
+            parameter.data = other.to(parameter.device)
+        yield
+    finally:
+        for parameter, data in zip(parameters, own, strict=True):
+            parameter.data = data
+
+
+def rounded(model: nn.Module, *dtypes: torch.dtype) -> list[Tensor]:
+    """The weights as they are after a cast to each of the dtypes in turn, for :func:`swapped`."""
+    weights = [parameter.detach() for parameter in model.parameters()]
+    for dtype in dtypes:
+        weights = [weight.to(dtype) for weight in weights]
+    return weights
+
+
+class OlderWeights:
+    """The versions of the policy that tokens of the next steps may have been sampled under, in the memory of the host.
+
+    Exact for every stale token: it is scored again under the weights that sampled it, in the trainer's dtypes. Takes
+    ``max_staleness`` copies of the weights, and a forward pass over the stale micro-batches for each older version.
+    """
+
+    def __init__(self, policy: Policy, temperature: float, max_staleness: int) -> None:
+        self.policy, self.temperature, self.max_staleness = policy, temperature, max_staleness
+        self._weights: dict[int, list[Tensor]] = {}
+
+    def score(self, batch: StepBatch, version: int) -> StepBatch:
+        """The batch with ``same_weights`` filled in; and the weights of now, which are ``version``, kept for later steps.
+
+        Raises:
+            RunFailed: a token was sampled under a version that is not held any more.
+        """
+        if self.max_staleness == 0:
+            return replace(batch, micro_batches=[_with_scores(mb) for mb in batch.micro_batches])
+        scored = [_with_scores(micro_batch) for micro_batch in batch.micro_batches]
+        lags: list[int] = torch.unique(torch.cat([micro_batch.staleness for micro_batch in scored])).tolist()
+        for lag in (lag for lag in lags if lag > 0):
+            if version - lag not in self._weights:
+                raise RunFailed(f"beta removal: version {version - lag} is not held, only {sorted(self._weights)}")
+            with swapped(self.policy.model, self._weights[version - lag]), torch.no_grad():
+                for micro_batch in scored:
+                    chosen = micro_batch.staleness == lag
+                    if bool(chosen.any()):
+                        logprobs, _ = self.policy.logprobs(micro_batch.tokens, self.temperature)
+                        assert micro_batch.same_weights is not None
+                        micro_batch.same_weights[chosen] = logprobs[chosen]
+        self._keep(version)
+        return replace(batch, micro_batches=scored)
+
+    def _keep(self, version: int) -> None:
+        """No copy is made of a version that is held already: a skipped step left it as it is."""
+        if version not in self._weights:
+            self._weights[version] = [p.detach().to("cpu", copy=True) for p in self.policy.model.parameters()]
+        self._weights = {held: w for held, w in self._weights.items() if held > version - self.max_staleness}
+
+
+def _with_scores(micro_batch: MicroBatch) -> MicroBatch:
+    return replace(micro_batch, same_weights=torch.zeros_like(micro_batch.mu))
