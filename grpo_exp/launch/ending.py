@@ -73,9 +73,9 @@ def reason(path: Path, code: int) -> str:
     status = read_status(path) or {}
     if status.get("state") in ("failed", "preempted") and status.get("reason"):
         return str(status["reason"]).splitlines()[0]
-    if (ended := end_of(path)) is not None:
-        return f"Slurm says {ended} at step {status.get('step', 0)}"
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{hint} at step {status.get('step', 0)}"
+    if (ended := end_of(path)) is not None:
+        return f"Slurm says {ended} at step {status.get('step', 0)}"
     return f"exit code {code}"
