@@ -74,7 +74,8 @@ def test_a_single_run_has_values_without_an_interval(tmp_path: Path) -> None:
 
 def test_one_seed_per_arm_gives_a_difference_without_an_interval(tmp_path: Path) -> None:
     write_sweep(tmp_path, ["bf16", "fp32"], [0])
-    (line,) = [line for line in printed(tmp_path).splitlines() if "too few for an interval" in line]
+    verdict, line = [line for line in printed(tmp_path).splitlines() if "too few for an interval" in line]
+    assert "(1 paired seed)" in verdict
     assert line.split()[:4] == ["precision=bf16", "-0.010", "–", "1"]
 
 

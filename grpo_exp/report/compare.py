@@ -45,12 +45,18 @@ def main(argv: list[str]) -> int:
     try:
         _print(summary, arguments)
         sys.stdout.flush()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # "| head" has seen enough; without this, Python complains again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 3 if arguments.fail_if_confounded and summary.is_confounded else 0
 
 
 def _print(summary: Summary, arguments: argparse.Namespace) -> None:
+    if arguments.html is not None:
+        _write_html(summary, arguments.html)
+        return
     if arguments.json:
         print(to_json(summary))
     elif arguments.csv:
@@ -59,6 +65,16 @@ def _print(summary: Summary, arguments: argparse.Namespace) -> None:
         print(to_markdown(summary), end="")
     else:
         to_terminal(summary, terminal())
+
+
+def _write_html(summary: Summary, path: Path) -> None:
+    from .html import to_html
+
+    try:
+        path.write_text(to_html(summary), encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise ConfigError("--html", str(path), fix=f"it cannot be written ({error.strerror})") from None
+    print(f"written: {path}")
 
 
 def render(paths: Iterable[Path], console: Console, baseline: str | None = None, metric: str | None = None) -> Summary:
@@ -90,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="everything, with the raw values of each run")
     output.add_argument("--md", action="store_true", help="GitHub Markdown")
+    output.add_argument(
+        "--html", type=_path, metavar="FILE", help="one file for a browser, with curves; needs no network"
+    )
     output.add_argument("--csv", action="store_true", help="one row per run")
     parser.add_argument(
         "--baseline", metavar="ARM", help="e.g. precision=fp32; by default what the sweep declares, else the first arm"

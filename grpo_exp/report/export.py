@@ -15,6 +15,14 @@ def to_json(summary: Summary) -> str:
     content: Json = {
         "metric": summary.metric,
         "level": summary.level,
+        "rules": {
+            "question": summary.rules.question,
+            "window": summary.rules.window,
+            "margin": summary.rules.margin,
+            "failures": summary.rules.failures.name,
+            "collapse": summary.rules.collapse,
+        },
+        "verdicts": list(summary.verdicts),
         "baseline": summary.baseline,
         "baseline_origin": summary.baseline_origin,
         "factors": list(summary.design.factors),
@@ -27,6 +35,10 @@ def to_json(summary: Summary) -> str:
                 "num_done": len(arm.arm.done),
                 "num_runs": len(arm.arm.runs),
                 "precision": dict(arm.sites),
+                "num_ended": arm.collapses.ended,
+                "num_collapsed": arm.collapses.collapsed,
+                "collapse_interval": _interval(arm.collapses.interval),
+                "question_error": arm.question_error,
                 "estimates": {name: _estimate(found) for name, found in arm.estimates.items()},
             }
             for arm in summary.arms
@@ -62,7 +74,14 @@ def _comparison(item: Comparison) -> Json:
     numbers: dict[str, Json] = {"kind": None, "n": 0, "mean": None, "interval": None}
     if found is not None:
         numbers = {"kind": found.kind.name, "n": found.n, "mean": found.mean, "interval": _interval(found.interval)}
-    return {"arm": item.arm, "baseline": item.baseline, **numbers}
+    tests: dict[str, Json] = {
+        "p": item.evidence.p,
+        "p_holm": item.evidence.holm,
+        "p_equivalence": item.evidence.equivalence,
+        "detectable": item.evidence.detectable,
+        "correlation": item.evidence.correlation,
+    }
+    return {"arm": item.arm, "baseline": item.baseline, **numbers, **tests}
 
 
 def _seed(values: RunValues) -> str | None:

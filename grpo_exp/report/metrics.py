@@ -35,9 +35,18 @@ class Metrics:
     def first(self, key: str) -> float | None:
         return next(iter(self.column(key)), None)
 
-    def last(self, key: str) -> float | None:
-        """The value of the last row with the key: None when it is null there, whatever came before."""
-        return next((number(row[key]) for row in reversed(self.rows) if key in row), None)
+    def last(self, key: str, window: int = 1) -> float | None:
+        """The mean of the last ``window`` rows with the key: None when one of them is null, whatever came before."""
+        values: list[float] = []
+        for row in reversed(self.rows):
+            if key in row:
+                value = number(row[key])
+                if value is None:
+                    return None
+                values.append(value)
+            if len(values) == window:
+                break
+        return math.fsum(values) / len(values) if values else None
 
     def mean(self, key: str) -> float | None:
         """Over the steps at which the value is a number."""

@@ -16,8 +16,10 @@ from rich.text import Text
 
 from .confounds import Confound
 from .load import ABSENT, RunState
+from .measures import DEFAULT_METRIC, start_of
+from .numbers import decimals_for, in_bytes, plain
 from .stats import Estimate
-from .tables import DEFAULT_METRIC, SITES, ArmSummary, Comparison, RunValues, Summary, start_of
+from .tables import SITES, ArmSummary, Comparison, RunValues, Summary
 
 MAX_CONFOUNDS = 20
 
@@ -42,8 +44,17 @@ class Lines:
 def sections(summary: Summary) -> list[Grid | Lines]:
     """The comparison in reading order, without what is empty."""
     parts: list[Grid | Lines] = [_overview(summary)]
+    if summary.verdicts:
+        parts.append(Lines("Verdict", summary.verdicts))
     if summary.arms:
-        parts += [_outcome(summary), *_differences(summary), _cost(summary), _precision(summary), _confounds(summary)]
+        parts += [
+            _outcome(summary),
+            *_differences(summary),
+            _errors(summary),
+            _cost(summary),
+            _precision(summary),
+            _confounds(summary),
+        ]
     if summary.not_counted:
         parts.append(_not_counted(summary.not_counted))
     if summary.notes:
@@ -78,7 +89,7 @@ def _outcome(summary: Summary) -> Grid:
         for key in keys:
             end = _estimate(arm.estimates[key], arm)
             start = arm.estimates[start_of(key).name].mean if key in moving else None
-            cells.append(f"{_plain(start)} → {end}" if start is not None else end)
+            cells.append(f"{plain(start)} → {end}" if start is not None else end)
         rows.append(tuple(cells))
     return Grid("At the end of training (the last row with the key)", tuple(header), tuple(rows))
 
@@ -97,12 +108,31 @@ def _difference(item: Comparison) -> tuple[str, ...]:
     if found.mean is None:
         return item.arm, ABSENT, ABSENT, str(found.n), "nothing to compare"
     if found.interval is not None:
-        decimals = _decimals(abs(found.mean), found.interval.half_width)
+        decimals = decimals_for(abs(found.mean), found.interval.half_width)
         low, high = found.interval.low, found.interval.high
-        interval = f"{_plain(low, decimals, '+')} to {_plain(high, decimals, '+')}"
-        return item.arm, _plain(found.mean, decimals, "+"), interval, str(found.n), found.kind.value
+        interval = f"{plain(low, decimals, '+')} to {plain(high, decimals, '+')}"
+        return item.arm, plain(found.mean, decimals, "+"), interval, str(found.n), found.kind.value
     remark = f"{found.kind.value}, too few for an interval"
-    return item.arm, _plain(found.mean, None, "+"), ABSENT, str(found.n), remark
+    return item.arm, plain(found.mean, None, "+"), ABSENT, str(found.n), remark
+
+
+def _errors(summary: Summary) -> Grid:
+    """Two errors that must not be mixed: that of the seeds shrinks with more of them, that of the questions does not."""
+    rows = []
+    for arm in summary.arms:
+        count, found = arm.collapses, arm.estimates[summary.metric]
+        share = count.interval
+        rows.append(
+            (
+                arm.arm.name,
+                f"{count.collapsed} / {count.ended}",
+                ABSENT if share is None else f"{share.low:.0%} to {share.high:.0%}",
+                ABSENT if found.error is None else plain(found.error),
+                ABSENT if arm.question_error is None else plain(arm.question_error),
+            )
+        )
+    header = ("arm", "collapsed / ended", f"{summary.level:.0%} interval", "seed error", "question error")
+    return Grid(f"Collapsed runs, and standard errors of {summary.metric}", header, tuple(rows))
 
 
 def _cost(summary: Summary) -> Grid:
@@ -115,7 +145,7 @@ def _cost(summary: Summary) -> Grid:
                 _estimate(arm.estimates["steps"], arm, 0),
                 _estimate(arm.estimates["steps_per_s"], arm),
                 _estimate(arm.estimates["tokens_per_s"], arm),
-                ABSENT if peak is None else _bytes(peak),
+                ABSENT if peak is None else in_bytes(peak),
             )
         )
     return Grid("Speed and memory", ("arm", "steps", "steps/s", "trained tokens/s", "peak memory"), tuple(rows))
@@ -125,7 +155,7 @@ def _precision(summary: Summary) -> Grid:
     keys = {"mismatch/abs_mean": None, "ratio/clip_frac": None, "fp16/skipped_total": 1}  # decimals
     rows = []
     for arm in summary.arms:
-        values = (_plain(arm.estimates[key].mean, decimals) for key, decimals in keys.items())
+        values = (plain(arm.estimates[key].mean, decimals) for key, decimals in keys.items())
         rows.append((arm.arm.name, *(arm.sites[site] for site in SITES), *values))
     title = "Precision: declared dtypes, and means over the steps (skipped_total: over the runs)"
     return Grid(title, ("arm", *SITES, *keys), tuple(rows))
@@ -185,41 +215,12 @@ def _estimate(found: Estimate, arm: ArmSummary, decimals: int | None = None) -> 
         return ABSENT
     missing = "" if found.n == arm.num_seeds else f" (n={found.n})"
     if found.interval is None:
-        return _plain(found.mean, decimals) + missing
+        return plain(found.mean, decimals) + missing
     half = found.interval.half_width
     if decimals == 0 and half == 0:
-        return _plain(found.mean, decimals) + missing
-    decimals = _decimals(abs(found.mean), half) if decimals is None else decimals
-    return f"{_plain(found.mean, decimals)} ± {_plain(half, decimals)}{missing}"
-
-
-def _decimals(*sizes: float) -> int | None:
-    """Decimals for numbers shown side by side; None asks for significant digits instead."""
-    size = max(sizes)
-    if size == 0 or 0.01 <= size < 10:
-        return 3
-    if size < 0.01:
-        return None
-    return 2 if size < 100 else 1 if size < 1000 else 0
-
-
-def _plain(value: float | None, decimals: int | None = None, sign: str = "") -> str:
-    if value is None:
-        return ABSENT
-    if decimals is None:
-        decimals = _decimals(abs(value))
-    if decimals is None:
-        return format(value, f"{sign}.3g")
-    text = format(value, f"{sign},.{decimals}f")
-    return text.replace("-", "+" if sign else "", 1) if not text.strip("-0.,") else text
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
+        return plain(found.mean, decimals) + missing
+    decimals = decimals_for(abs(found.mean), half) if decimals is None else decimals
+    return f"{plain(found.mean, decimals)} ± {plain(half, decimals)}{missing}"
 
 
 def _count(n: int, noun: str) -> str:

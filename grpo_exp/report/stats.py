@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Estimate:
     n: int
     mean: float | None
     interval: Interval | None
+    error: float | None = None  # the standard error of the mean, where there is an interval
 
 
 class DifferenceKind(Enum):
@@ -42,6 +44,8 @@ class Difference:
     n: int
     mean: float | None
     interval: Interval | None
+    error: float | None = None  # the standard error of the mean, where there is an interval
+    df: float | None = None  # its degrees of freedom
 
 
 def mean(values: Sequence[float]) -> float:
@@ -68,14 +72,16 @@ def t_interval(values: Sequence[float], level: float = 0.95) -> Interval | None:
 
 
 def estimate(values: Sequence[float], level: float = 0.95) -> Estimate:
-    return Estimate(len(values), mean(values) if values else None, t_interval(values, level))
+    error = math.sqrt(variance(values) / len(values)) if len(values) > 1 else None
+    return Estimate(len(values), mean(values) if values else None, t_interval(values, level), error)
 
 
 def paired_difference(a: Mapping[str, float], b: Mapping[str, float], level: float = 0.95) -> Difference:
     """``a - b`` over the seeds that both have: what the seeds share cancels out."""
     differences = [a[seed] - b[seed] for seed in a if seed in b]
     result = estimate(differences, level)
-    return Difference(DifferenceKind.paired, result.n, result.mean, result.interval)
+    df = None if result.error is None else result.n - 1
+    return Difference(DifferenceKind.paired, result.n, result.mean, result.interval, result.error, df)
 
 
 def welch(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Difference:
@@ -87,10 +93,12 @@ def welch(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Differ
     part_a, part_b = variance(a) / len(a), variance(b) / len(b)
     total = part_a + part_b
     if total == 0:
-        return Difference(DifferenceKind.welch, n, difference, Interval(difference, difference))
+        exact = Interval(difference, difference)
+        return Difference(DifferenceKind.welch, n, difference, exact, 0.0, len(a) + len(b) - 2)
     share = part_a / total
     df = 1 / (share**2 / (len(a) - 1) + (1 - share) ** 2 / (len(b) - 1))
-    return Difference(DifferenceKind.welch, n, difference, _around(difference, math.sqrt(total), df, level))
+    error = math.sqrt(total)
+    return Difference(DifferenceKind.welch, n, difference, _around(difference, error, df, level), error, df)
 
 
 def difference(a: Mapping[str, float], b: Mapping[str, float], level: float = 0.95) -> Difference:
@@ -106,6 +114,7 @@ def _around(centre: float, error: float, df: float, level: float) -> Interval:
     return Interval(centre - half, centre + half)
 
 
+@lru_cache(maxsize=1024)
 def t_quantile(p: float, df: float) -> float:
     """The quantile of Student's t distribution.
 

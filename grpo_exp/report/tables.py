@@ -7,73 +7,18 @@ runs with the same arm and seed are averaged first, so that ``n`` is always the 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 
 from ..errors import ConfigError
 from .arms import Arm, Design, design, find_baselines
 from .confounds import Confound, find_confounds
-from .load import ABSENT, RunRecord, as_text, section
+from .inference import question_error
+from .load import ABSENT, RunRecord, RunState, as_text, section
+from .measures import DEFAULT_METRIC, Measure, measures
 from .stats import Difference, Estimate, difference, estimate, mean
+from .verdict import Count, Evidence, Rules, Sides, collapses, declared_rules, evidence, in_words
 
 SITES = ("params", "compute", "rollout", "head")
-DEFAULT_METRIC = "eval/accuracy"
-
-
-class Reduce(Enum):
-    """How the rows of a run become one value."""
-
-    first = "first row with the key"
-    last = "last row with the key"
-    mean = "mean over steps"
-    highest = "highest"
-    per_second = "total / wall_s at the last step"
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One number per run. ``key`` is the key in metrics.jsonl, ``name`` the one in every output."""
-
-    name: str
-    key: str
-    reduce: Reduce
-
-    def of(self, run: RunRecord) -> float | None:
-        match self.reduce:
-            case Reduce.first:
-                return run.metrics.first(self.key)
-            case Reduce.last:
-                return run.metrics.last(self.key)
-            case Reduce.mean:
-                return run.metrics.mean(self.key)
-            case Reduce.highest:
-                return run.metrics.highest(self.key)
-            case Reduce.per_second:
-                return run.metrics.per_second(self.key)
-
-
-def measures(metric: str) -> tuple[Measure, ...]:
-    """The measures of the summary; ``metric`` is the one that is compared, at the end of a run."""
-    chosen = [
-        *(measure for key in (metric, DEFAULT_METRIC) for measure in (start_of(key), Measure(key, key, Reduce.last))),
-        Measure("eval/accuracy_greedy", "eval/accuracy_greedy", Reduce.last),
-        Measure("reward/mean", "reward/mean", Reduce.last),
-        Measure("steps", "step", Reduce.last),
-        Measure("steps_per_s", "step", Reduce.per_second),
-        Measure("tokens_per_s", "tokens", Reduce.per_second),
-        Measure("memory/peak_bytes", "memory/peak_bytes", Reduce.highest),
-        Measure("mismatch/abs_mean", "mismatch/abs_mean", Reduce.mean),
-        Measure("ratio/clip_frac", "ratio/clip_frac", Reduce.mean),
-        Measure("fp16/skipped_total", "fp16/skipped_total", Reduce.last),
-    ]
-    by_name: dict[str, Measure] = {}
-    for measure in chosen:
-        by_name.setdefault(measure.name, measure)
-    return tuple(by_name.values())
-
-
-def start_of(metric: str) -> Measure:
-    return Measure(f"{metric} at start", metric, Reduce.first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +38,8 @@ class ArmSummary:
     estimates: Mapping[str, Estimate]
     sites: Mapping[str, str]
     num_seeds: int
+    collapses: Count
+    question_error: float | None  # of the metric, where it is an accuracy over known questions
 
 
 @dataclass(frozen=True)
@@ -102,6 +49,7 @@ class Comparison:
     arm: str
     baseline: str | None
     difference: Difference | None
+    evidence: Evidence
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +61,7 @@ class Summary:
     baseline: str | None
     baseline_origin: str
     level: float
+    rules: Rules
     measures: tuple[Measure, ...]
     runs: tuple[RunValues, ...]
     arms: tuple[ArmSummary, ...]
@@ -123,6 +72,14 @@ class Summary:
     @cached_property
     def not_counted(self) -> tuple[RunValues, ...]:
         return tuple(values for values in self.runs if not values.run.is_done)
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """One sentence per comparison."""
+        return tuple(
+            in_words(f"{item.arm} − {item.baseline or ABSENT}", item.difference, item.evidence, self.rules, self.level)
+            for item in self.comparisons
+        )
 
     @property
     def is_confounded(self) -> bool:
@@ -143,25 +100,30 @@ def summarise(
     """
     notes: list[str] = []
     plan = design(runs)
+    rules = declared_rules((run for arm in plan.arms for run in arm.runs), notes)
     metric = _chosen_metric(runs, metric, notes)
     chosen = measures(metric)
     values = [
-        *(RunValues(run, arm.name, {m.name: m.of(run) for m in chosen}) for arm in plan.arms for run in arm.runs),
+        *(RunValues(run, arm.name, _values(run, chosen, metric, rules)) for arm in plan.arms for run in arm.runs),
         *(RunValues(run, None, {m.name: None for m in chosen}) for run in plan.broken),
     ]
-    by_arm = {arm.name: [v for v in values if v.arm == arm.name and v.run.is_done] for arm in plan.arms}
+    by_arm = {arm.name: [v for v in values if v.arm == arm.name and rules.counts(v.run)] for arm in plan.arms}
     name, origin, pairs = _chosen_baselines(plan, baseline, notes)
     notes += _gaps(values, chosen, metric)
+    failed = [item.run.name for item in values if item.run.state is RunState.failed and rules.counts(item.run)]
+    if failed:
+        notes.append(f"by the declared rule {rules.failures.value}: {_names(failed)}; other measures leave them out")
     return Summary(
         design=plan,
         metric=metric,
         baseline=name,
         baseline_origin=origin,
         level=level,
+        rules=rules,
         measures=chosen,
         runs=tuple(values),
-        arms=tuple(_arm_summary(arm, by_arm[arm.name], chosen, level) for arm in plan.arms),
-        comparisons=tuple(_comparisons(plan, pairs, by_arm, metric, level)),
+        arms=tuple(_arm_summary(arm, by_arm[arm.name], chosen, metric, rules, level) for arm in plan.arms),
+        comparisons=_comparisons(plan, pairs, by_arm, metric, rules, level),
         confounds=tuple(find_confounds(plan.arms, plan.factors)),
         notes=tuple(notes),
     )
@@ -208,13 +170,34 @@ def _chosen_baselines(
     return first, "the first arm, as none is declared", find_baselines(plan.arms, first)
 
 
-def _arm_summary(arm: Arm, done: Sequence[RunValues], chosen: Iterable[Measure], level: float) -> ArmSummary:
-    estimates = {measure.name: estimate(list(_by_seed(done, measure.name).values()), level) for measure in chosen}
+def _values(run: RunRecord, chosen: Iterable[Measure], metric: str, rules: Rules) -> dict[str, float | None]:
+    return {m.name: rules.value(run, metric) if m.name == metric else m.of(run) for m in chosen}
+
+
+def _arm_summary(
+    arm: Arm, counted: Sequence[RunValues], chosen: Iterable[Measure], metric: str, rules: Rules, level: float
+) -> ArmSummary:
+    done = [values for values in counted if values.run.is_done]
+    by_name = {m.name: _by_seed(counted if m.name == metric else done, m.name) for m in chosen}
     sites = {}
     for site in SITES:
         names = {as_text(section(run.manifest, "precision", "declared").get(site, ABSENT)) for run in arm.runs}
         sites[site] = "/".join(sorted(names))
-    return ArmSummary(arm, estimates, sites, len({values.run.seed for values in done}))
+    return ArmSummary(
+        arm=arm,
+        estimates={name: estimate(list(values.values()), level) for name, values in by_name.items()},
+        sites=sites,
+        num_seeds=len({values.run.seed for values in done}),
+        collapses=collapses(arm.runs, metric, rules, level),
+        question_error=_question_error(arm, list(by_name[metric].values()), metric),
+    )
+
+
+def _question_error(arm: Arm, shares: Sequence[float], metric: str) -> float | None:
+    counts = {section(run.config, "task").get("num_eval") for run in arm.runs}
+    (count,) = counts if len(counts) == 1 else (None,)
+    is_accuracy = metric.startswith("eval/accuracy") and isinstance(count, int)
+    return question_error(shares, count) if is_accuracy and isinstance(count, int) else None
 
 
 def _by_seed(done: Iterable[RunValues], name: str) -> dict[str, float]:
@@ -228,15 +211,26 @@ def _by_seed(done: Iterable[RunValues], name: str) -> dict[str, float]:
 
 
 def _comparisons(
-    plan: Design, pairs: Mapping[str, Arm | None], by_arm: Mapping[str, Sequence[RunValues]], metric: str, level: float
-) -> Iterable[Comparison]:
+    plan: Design,
+    pairs: Mapping[str, Arm | None],
+    by_arm: Mapping[str, Sequence[RunValues]],
+    metric: str,
+    rules: Rules,
+    level: float,
+) -> tuple[Comparison, ...]:
+    sides: dict[str, Sides | None] = {}
     for arm in plan.arms:
         other = pairs[arm.name]
         if other is None:
-            yield Comparison(arm.name, None, None)
+            sides[arm.name] = None
         elif other is not arm:
             a, b = _by_seed(by_arm[arm.name], metric), _by_seed(by_arm[other.name], metric)
-            yield Comparison(arm.name, other.name, difference(a, b, level))
+            sides[arm.name] = difference(a, b, level), a, b
+    tests = evidence(list(sides.values()), rules.margin, level)
+    return tuple(
+        Comparison(name, other.name if (other := pairs[name]) else None, side[0] if side else None, found)
+        for (name, side), found in zip(sides.items(), tests, strict=True)
+    )
 
 
 def _gaps(values: Sequence[RunValues], chosen: Iterable[Measure], metric: str) -> Iterable[str]:
