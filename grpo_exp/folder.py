@@ -105,7 +105,8 @@ class RunFolder:
         self._lock: int | None = None
         self._written_s = -STATUS_EVERY_S
         self._writing = threading.Lock()
-        self._over: threading.Event | None = None
+        self._over = threading.Event()
+        self._heart: threading.Thread | None = None
 
     @property
     def logs(self) -> Path:
@@ -166,13 +167,14 @@ class RunFolder:
             traceback=None,
             exit_code=None,
         )
-        if self._over is None:
-            self._over = threading.Event()
-            threading.Thread(target=self._beat, args=(self._over,), name="heartbeat", daemon=True).start()
+        if self._heart is None or not self._heart.is_alive():
+            self._over.clear()
+            self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            self._heart.start()
 
-    def _beat(self, over: threading.Event) -> None:
+    def _beat(self) -> None:
         """A step may take longer than anybody waits for a sign of life."""
-        while not over.wait(BEAT_S):
+        while not self._over.wait(BEAT_S):
             try:
                 self.update()
             except OSError:  # a full disk is told by the trainer's own writing
@@ -229,8 +231,9 @@ class RunFolder:
         self.update(state=state, exit_code=exit_code, reason=reason, traceback=text, ended=now())
 
     def close(self) -> None:
-        if self._over is not None:
-            self._over.set()
+        self._over.set()
+        if self._heart is not None:
+            self._heart.join()  # the next process in this folder is the only one that writes
         for writer in (self._metrics, self._events, self._trained):
             if writer is not None:
                 writer.close()

@@ -3,26 +3,28 @@
 import json
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from commands import command
+from commands import command, wait_for
 from run_folders import write_run
 
+from grpo_exp import folder
 from grpo_exp.folder import SILENCE_S
 from grpo_exp.launch.status import look
 from grpo_exp.report.load import RunState, read_run
 
 
-def sweep(folder: Path) -> Path:
-    write_run(folder, precision="fp32", seed=0)
-    path = write_run(folder, precision="fp32", seed=1, state="failed", reason="ValueError: too bad", num_steps=7)
+def sweep(root: Path) -> Path:
+    write_run(root, precision="fp32", seed=0)
+    path = write_run(root, precision="fp32", seed=1, state="failed", reason="ValueError: too bad", num_steps=7)
     (path / "slurm.json").write_text(json.dumps({"job": "12_1", "submitted": "", "script": "", "ended": None}))
-    write_run(folder, precision="bf16", seed=0, state="created", num_steps=0, rows=[])
+    write_run(root, precision="bf16", seed=0, state="created", num_steps=0, rows=[])
     fresh = {"host": "node7", "heartbeat": datetime.now(UTC).isoformat(), "max_steps": 40, "step": 20}
-    write_run(folder, precision="bf16", seed=1, state="running", status=fresh)
-    return folder
+    write_run(root, precision="bf16", seed=1, state="running", status=fresh)
+    return root
 
 
 def test_status_shows_arms_and_seeds_on_any_machine(tmp_path: Path) -> None:
@@ -51,6 +53,23 @@ def test_a_host_that_went_silent_took_its_run_along(tmp_path: Path) -> None:
     run = read_run(path)
     assert run.state is RunState.crashed
     assert run.reason == "no heartbeat from node7 for 6 min"
+
+
+def test_a_run_shows_signs_of_life_during_a_long_step_and_none_when_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "BEAT_S", 0.02)
+    run = folder.RunFolder(tmp_path / "run")
+    run.begin(max_steps=3, after_step=None)
+    file = run.path / "status.json"
+    before = file.stat().st_mtime_ns
+    wait_for(lambda: file.stat().st_mtime_ns > before, 10)
+    run.end(folder.State.done, 0)
+    run.close()
+    before = file.stat().st_mtime_ns
+    time.sleep(0.1)
+    assert file.stat().st_mtime_ns == before
+    assert json.loads(file.read_text())["state"] == "done"
 
 
 def test_status_can_be_read_by_programs_and_loads_no_torch(tmp_path: Path) -> None:
