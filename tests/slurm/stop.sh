@@ -4,7 +4,14 @@ set -uo pipefail
 H=$1
 export SLURM_CONF="$H/etc/slurm.conf"
 jobs=$(squeue -h -o %A 2>/dev/null | sort -u)
-[ -z "$jobs" ] || { scancel --full --signal=KILL $jobs; scancel $jobs; sleep 1; } 2>/dev/null
+if [ -n "$jobs" ]; then  # the processes of a job outlive slurmd
+  scancel --full --signal=KILL $jobs 2>/dev/null
+  scancel $jobs
+  for ((i = 0; i < 400; i++)); do
+    [ -z "$(squeue -h -t R,CG,S 2>/dev/null)" ] && break
+    sleep 0.1
+  done
+fi
 for name in slurmd slurmctld munged; do
   pid=$(cat "$H/run/$name.pid" 2>/dev/null) || continue
   grep -qa "$name" "/proc/$pid/cmdline" 2>/dev/null || continue
