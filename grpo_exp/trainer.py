@@ -41,7 +41,7 @@ from .precision import mix_warning, resolve
 from .record import Clock, Recorder
 from .rollout.process import Spawned
 from .rollout.start import start_source
-from .tasks import Accuracy, RewardSpec, Row, Task
+from .tasks import Accuracy, RewardSpec, Row, Task, import_path
 from .tokens import Codec, load_tokenizer
 from .track import NullTracker, Tracker, start_tracker
 from .weights import OlderWeights
@@ -98,6 +98,9 @@ class AsyncGRPOTrainer:
         self.task = Task(config.task.name.name, list(train_dataset), list(eval_dataset or ()), funcs, accuracy)
         if not self.task.train:
             raise ConfigError("train_dataset", "[]", "one prompt or more")
+        for name in [function for function in funcs if isinstance(function, str)]:
+            if problem := import_path.problem(name):
+                raise ConfigError("reward_funcs", name, import_path.ALLOWED, problem)
         self.device = compute_device(config)
         kwargs, source = config.model.init_kwargs, locate(config.model.name_or_path)
         own_dtype = read_checkpoint_dtype(source, kwargs, config.model.trust_remote_code)

@@ -265,6 +265,14 @@ def test_a_run_without_prompts_is_refused(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("no_loader")
+def test_a_reward_function_that_is_not_there_is_refused_before_anything_is_loaded_or_made(tmp_path: Path):
+    args = AsyncGRPOConfig(output_dir=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"reward_funcs='letter_rewards:letters'.*did you mean num_letters\?"):
+        AsyncGRPOTrainer(assets.path("tiny"), [num_letters, "letter_rewards:letters"], args, PROMPTS)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_library_run_can_be_compared_and_is_resumed_only_where_its_data_are(tmp_path: Path):
     trainer(tmp_path, assets.path("tiny"), max_steps=1, precision="bf16").train()
     run = find_runs([tmp_path / "run"])[0]
