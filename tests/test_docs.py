@@ -50,7 +50,7 @@ SMALLER = {
 """Command → what is run: the same with fewer and smaller steps."""
 
 COMPOSED = {
-    "grpo-exp debug=smoke precision=fp16": "the walkthrough runs it with seed=1",
+    "grpo-exp debug=smoke precision=fp16 runs_dir=runs_smoke": "the walkthrough runs it with seed=1",
     "grpo-exp experiment=sort precision=bf16 trainer.max_minutes=10": "takes ten minutes",
     "grpo-exp debug=smoke precision=bf16_pure model.init_kwargs.attn_implementation=eager": "one more smoke run",
     "grpo-exp -m +sweeps=precision": "nine full runs",
