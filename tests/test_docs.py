@@ -58,6 +58,9 @@ COMPOSED = {
     "grpo-exp -m +sweeps=precision hydra.launcher.retry=failed": "nine full runs",
     "grpo-exp --config-dir my_conf experiment=wide": "a full run",
     "grpo-exp --config-dir my_conf -m +sweeps=head": "six full runs",
+    "grpo-exp correction=token_icepop precision=fp32_rollout_bf16": "a full run",
+    "grpo-exp correction=seq_tis correction.weight_high=5 correction.veto=1e-4": "a full run",
+    "grpo-exp correction=decoupled correction.proximal=interpolate rollout.max_staleness=2": "a full run",
     "grpo-exp tracker=wandb": "a full run; wandb has tests of its own",
     "grpo-exp -m +sweeps=precision hydra/launcher=slurm hydra.launcher.partition=gpu hydra.launcher.gpus=1"
     " hydra.launcher.time=8:00:00 hydra.launcher.n_jobs=4": "needs a cluster; test_slurm.py starts one",

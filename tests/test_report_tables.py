@@ -6,7 +6,10 @@ import pytest
 from run_folders import metric_rows, write_run, write_sweep, write_troubled_sweep
 
 from grpo_exp.errors import ConfigError
+from grpo_exp.report.layout import Grid
 from grpo_exp.report.load import find_runs
+from grpo_exp.report.measures import DECOMPOSITION
+from grpo_exp.report.render import sections
 from grpo_exp.report.stats import DifferenceKind
 from grpo_exp.report.tables import Summary, summarise
 
@@ -119,3 +122,17 @@ def test_a_metric_that_no_run_has_is_a_user_error_with_near_names(tmp_path: Path
         summary_of(tmp_path, metric="eval/acuracy")
     with pytest.raises(ConfigError, match=r"metric='nope': allowed: eval/accuracy, .*ratio/clip_frac"):
         summary_of(tmp_path, metric="nope")
+
+
+def test_the_mismatch_is_shown_taken_apart_where_runs_have_probed_it(tmp_path: Path) -> None:
+    write_run(tmp_path, precision="fp32")
+    assert [part.title for part in sections(summary_of(tmp_path)) if "taken apart" in part.title] == []
+    rows = metric_rows("bf16")
+    for row, size in ((rows[10], 0.25), (rows[20], 0.75)):
+        row |= dict.fromkeys(DECOMPOSITION, size)
+    write_run(tmp_path, precision="bf16", rows=rows)
+    [grid] = [part for part in sections(summary_of(tmp_path)) if "taken apart" in part.title]
+    assert isinstance(grid, Grid)
+    assert grid.header == ("arm", "alpha_abs_mean", "beta_abs_mean", "beta_dtype_abs_mean", "beta_batch_abs_mean",
+                           "beta_engine_abs_mean", "phantom_clip")  # fmt: skip
+    assert grid.rows == (("precision=bf16", *["0.500"] * 6),)

@@ -5,7 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ..report.render import Grid, Lines, print_part
+from ..report.layout import Grid, Lines
+from ..report.render import print_part
 from .cells import with_head
 
 Statistics = dict[str, dict[str, float | None]]

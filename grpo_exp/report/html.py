@@ -10,9 +10,10 @@ from importlib.resources import files
 
 from .arms import natural
 from .charts import ArmCurves, curves, final_points, scatter
+from .layout import Grid, Lines
 from .load import ABSENT, RunRecord, as_text, flatten
 from .metrics import number
-from .render import Grid, Lines, clean, sections
+from .render import clean, sections
 from .tables import Summary
 
 HEADER_KEYS = ("versions.", "git.", "hardware.")

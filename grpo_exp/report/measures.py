@@ -6,6 +6,11 @@ from enum import Enum
 from .load import RunRecord
 
 DEFAULT_METRIC = "eval/accuracy"
+DECOMPOSITION = (
+    *(f"probe/{part}_abs_mean" for part in ("alpha", "beta", "beta_dtype", "beta_batch", "beta_engine")),
+    "probe/phantom_clip",
+)
+"""What the mismatch is made of: in the runs that probed it."""
 
 
 class Reduce(Enum):
@@ -53,6 +58,7 @@ def measures(metric: str) -> tuple[Measure, ...]:
         Measure("mismatch/abs_mean", "mismatch/abs_mean", Reduce.mean),
         Measure("ratio/clip_frac", "ratio/clip_frac", Reduce.mean),
         Measure("fp16/skipped_total", "fp16/skipped_total", Reduce.last),
+        *(Measure(key, key, Reduce.mean) for key in DECOMPOSITION),
     ]
     by_name: dict[str, Measure] = {}
     for measure in chosen:

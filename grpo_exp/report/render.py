@@ -7,7 +7,6 @@ escaped. Nothing is cut off; where a terminal is narrow, cells fold.
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
@@ -15,30 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from .confounds import Confound
+from .layout import Grid, Lines
 from .load import ABSENT, RunState
-from .measures import DEFAULT_METRIC, start_of
+from .measures import DECOMPOSITION, DEFAULT_METRIC, start_of
 from .numbers import decimals_for, in_bytes, plain
 from .stats import Estimate
 from .tables import SITES, ArmSummary, Comparison, RunValues, Summary
 
 MAX_CONFOUNDS = 20
-
-
-@dataclass(frozen=True)
-class Grid:
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    num_labels: int = 1  # columns of words, before those of numbers
-
-
-@dataclass(frozen=True)
-class Lines:
-    """A titled list. ``is_alarm``: the reader must not miss it."""
-
-    title: str
-    lines: tuple[str, ...]
-    is_alarm: bool = False
 
 
 def sections(summary: Summary) -> list[Grid | Lines]:
@@ -53,6 +36,7 @@ def sections(summary: Summary) -> list[Grid | Lines]:
             _errors(summary),
             _cost(summary),
             _precision(summary),
+            *_decomposition(summary),
             _confounds(summary),
         ]
     if summary.not_counted:
@@ -159,6 +143,15 @@ def _precision(summary: Summary) -> Grid:
         rows.append((arm.arm.name, *(arm.sites[site] for site in SITES), *values))
     title = "Precision: declared dtypes, and means over the steps (skipped_total: over the runs)"
     return Grid(title, ("arm", *SITES, *keys), tuple(rows))
+
+
+def _decomposition(summary: Summary) -> Iterable[Grid]:
+    """Where the mismatch comes from, if any run has asked."""
+    probed = [arm for arm in summary.arms if any(arm.estimates[key].mean is not None for key in DECOMPOSITION)]
+    if probed:
+        rows = tuple((arm.arm.name, *(plain(arm.estimates[key].mean) for key in DECOMPOSITION)) for arm in probed)
+        title = "The mismatch taken apart: means over the probes (sizes in nats per token)"
+        yield Grid(title, ("arm", *(key.partition("/")[2] for key in DECOMPOSITION)), rows)
 
 
 def _confounds(summary: Summary) -> Lines:

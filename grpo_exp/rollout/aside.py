@@ -1,9 +1,20 @@
 """Completions that are not trained on: for an evaluation, or for a probe of the mismatch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from ..tasks import Row
+import numpy as np
+
+from ..tasks import Row, Task
 from .types import Request, Rollout
+
+
+class Codec(Protocol):
+    """Text to ids and back: :class:`grpo_exp.tokens.Codec`."""
+
+    def encode(self, rows: Sequence[Row]) -> list[list[int]]: ...
+    def decode(self, row: Row, token_ids: list[int]) -> Any: ...
 
 
 @dataclass
@@ -36,3 +47,17 @@ class Evaluation:
             "eval/reward": self.reward,
         }
         return {key: value for key, value in named.items() if value is not None}
+
+
+def accuracy(task: Task, codec: Codec, rows: list[Row], rollouts: list[Rollout]) -> float | None:
+    """The share of completions, one for each row, that the task calls right; None where it does not say."""
+    if task.accuracy is None or not rows:
+        return None
+    names = {name for row in rows for name in row} - {"prompt"}
+    columns: dict[str, list[Any]] = {
+        "prompts": [row["prompt"] for row in rows],
+        "completions": [codec.decode(row, r.token_ids) for row, r in zip(rows, rollouts, strict=True)],
+        "completion_ids": [rollout.token_ids for rollout in rollouts],
+        **{name: [row.get(name) for row in rows] for name in sorted(names)},
+    }
+    return float(np.mean(task.accuracy(**columns)))

@@ -8,37 +8,29 @@ of its own while it computes: never in both.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 from torch import nn
 
 from ..config.schema import Config, RewardErrors
 from ..errors import Interrupted, RunFailed
 from ..tasks import Row, Task
 from ..tasks.rewards import RewardRunner
-from .aside import Aside, Evaluation
+from .aside import Aside, Codec, Evaluation, accuracy
 from .background import Background
 from .buffer import GroupBuffer, GroupCounts
 from .pool import Failed, OnEvent, Retried, WorkerPool
 from .sampling import derive_seed
 from .stream import PromptStream
-from .types import Generated, Group, Request, Rollout, Shaping
+from .types import Generated, Group, Request, Shaping
 
 EVAL_TAG = 0x6576616C  # keeps the seeds of evaluation apart from those of training
 PROBE_TAG = 0x70726F62  # and those of a probe
 PUMP_S = 0.5  # between two looks at deadlines
-
-
-class Codec(Protocol):
-    """Text to ids and back: :class:`grpo_exp.tokens.Codec`."""
-
-    def encode(self, rows: Sequence[Row]) -> list[list[int]]: ...
-    def decode(self, row: Row, token_ids: list[int]) -> Any: ...
 
 
 class RolloutSource:
@@ -153,7 +145,9 @@ class RolloutSource:
         self._complete(asides, "evaluation")
         rollouts = [rollout for aside in asides for rollout in aside.rollouts or ()]
         rewards = [reward for aside in asides for reward in aside.rewards or () if reward == reward]
-        sampled, greedy = (self._accuracy(rows, part) for part in (rollouts[: len(rows)], rollouts[len(rows) :]))
+        sampled, greedy = (
+            accuracy(self.task, self.codec, rows, part) for part in (rollouts[: len(rows)], rollouts[len(rows) :])
+        )
         return Evaluation(sampled, greedy, sum(rewards) / len(rewards) if rewards else None)
 
     def fresh_groups(self, num_groups: int) -> list[Group]:
@@ -289,20 +283,6 @@ class RolloutSource:
             lag = self.version - group.version
             lags = {str(known): count for known, count in sorted(self.buffer.stale_lags.items())}
             self.on_event("stale_drop", {"group": group.serial, "lag": lag, "lags": lags})
-
-    def _accuracy(self, rows: list[Row], rollouts: list[Rollout]) -> float | None:
-        if self.task.accuracy is None or not rows:
-            return None
-        return float(np.mean(self.task.accuracy(**self._columns(rows, rollouts))))
-
-    def _columns(self, rows: list[Row], rollouts: list[Rollout]) -> dict[str, list[Any]]:
-        names = {name for row in rows for name in row} - {"prompt"}
-        return {
-            "prompts": [row["prompt"] for row in rows],
-            "completions": [self.codec.decode(row, r.token_ids) for row, r in zip(rows, rollouts, strict=True)],
-            "completion_ids": [rollout.token_ids for rollout in rollouts],
-            **{name: [row.get(name) for row in rows] for name in sorted(names)},
-        }
 
     def _state(self) -> str:
         return (

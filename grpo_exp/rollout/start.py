@@ -11,9 +11,10 @@ from ..config.schema import Backend, Config, RolloutConfig, SyncTransport
 from ..errors import ConfigErrors
 from ..precision import Precision, dtype_name
 from ..tasks import Task
+from .aside import Codec
 from .pool import OnEvent, WorkerPool
 from .process import Spawned, spawn_workers
-from .source import Codec, RolloutSource
+from .source import RolloutSource
 from .types import EngineSpec
 
 ENGINES = {
