@@ -95,7 +95,8 @@ class VllmEngine:
     def load(self, payload: Payload, fd: int) -> int:
         """Take over new weights and recompute what was cached under the old ones; an error leaves these serving."""
         source = f"/proc/self/fd/{fd}"
-        answer = self.engine.collective_rpc("grpo_load", args=(payload.to_json(), source))[0]
+        with self._matmuls():
+            answer = self.engine.collective_rpc("grpo_load", args=(payload.to_json(), source))[0]
         if "error" in answer:
             self.version = self.version if answer["serving"] else -1
             raise RunFailed(answer["error"])

@@ -18,8 +18,8 @@ from ..errors import RunFailed
 from ..precision import dtype_name, observed_dtypes
 from ..sync.shm import Payload, checksum, tensors_in
 
-PROBED_COLUMNS = 256
-"""Columns of a wide matrix that are read back after a sync; others the next time, all of them the first time."""
+FIRST_COLUMNS, LATER_COLUMNS = 512, 16
+"""Columns of a matrix that are read back after the first sync and after later ones, evenly spread, others each time."""
 
 
 class WeightReceiver:
@@ -45,7 +45,8 @@ class WeightReceiver:
             weights = self._grpo_verified(new, tensors_in(_mapped(source), new))
             try:
                 self._grpo_replace(weights)
-                check_held(self.model_runner.get_model(), weights, new.version, everything=not serving)
+                columns = LATER_COLUMNS if serving else FIRST_COLUMNS
+                check_held(self.model_runner.get_model(), weights, new.version, columns)
             except Exception:
                 serving = False
                 serving = self._grpo_restore()
@@ -142,31 +143,31 @@ def check_names(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 @torch.inference_mode()
-def check_held(model: nn.Module, weights: Mapping[str, Tensor], version: int, everything: bool) -> None:
-    """Raises RunFailed, naming them, if a layer computes with other weights than these."""
+def check_held(model: nn.Module, weights: Mapping[str, Tensor], version: int, num_columns: int | None = None) -> None:
+    """Raises RunFailed, naming them, if a layer computes with other weights than these; None reads every column back."""
     wrong = []
     for name, parts in parts_of(model).items():
         expected = torch.cat([weights[part] for part in parts]) if len(parts) > 1 else weights[parts[0]]
         module = model.get_submodule(name.rpartition(".")[0])
-        if not _holds(module, name, expected, version, everything):
+        if not _holds(module, name, expected, version, num_columns):
             wrong.append(name)
     head = tied_head(model)
     if head is not None:
         embedding = next(iter(parts_of(model).values()))[0]
-        if not _holds(head, "lm_head.weight", weights[embedding], version, everything):
+        if not _holds(head, "lm_head.weight", weights[embedding], version, num_columns):
             wrong.append("lm_head.weight")
     if wrong:
         raise RunFailed(f"the generator holds other weights than were sent for version {version}: {', '.join(wrong)}")
 
 
-def _holds(module: Any, name: str, expected: Tensor, version: int, everything: bool) -> bool:
+def _holds(module: Any, name: str, expected: Tensor, version: int, num_columns: int | None) -> bool:
     kind = name.rpartition(".")[2]
     stored: Tensor = getattr(module, kind)
     if kind != "weight" or not hasattr(module, "cpu_linear") or _is_embedding(module):
         held = stored[: len(expected)]  # a vocabulary is padded
         return held.shape == expected.shape and torch.equal(held, expected.to(held))
     width = expected.shape[1]
-    stride = 1 if everything else -(-width // PROBED_COLUMNS)
+    stride = -(-width // (num_columns or width))
     columns = torch.arange(version % stride, width, stride)
     probe = torch.zeros(len(columns), width, dtype=expected.dtype)
     probe[torch.arange(len(columns)), columns] = 1
