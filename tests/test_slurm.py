@@ -193,7 +193,7 @@ def test_a_failing_arm_is_failed_for_slurm_too_and_the_others_end(cluster: None,
 
 def test_a_time_limit_comes_with_a_checkpoint_and_the_job_goes_on(cluster: None, tmp_path: Path) -> None:
     """E14."""
-    line = ("-m", *LONG, "precision=fp32", "seed=0", "trainer.max_steps=null", "trainer.max_minutes=0.5", *SLURM)
+    line = ("-m", *LONG, "precision=fp32", "seed=0", "trainer.max_steps=null", "trainer.max_minutes=0.2", *SLURM)
     ended = command(*line, "hydra.launcher.time=1", cwd=tmp_path)
     assert ended.code == 0, ended.err
     [path] = runs(tmp_path / "runs").values()
@@ -204,7 +204,7 @@ def test_a_time_limit_comes_with_a_checkpoint_and_the_job_goes_on(cluster: None,
 
 
 def test_a_partition_of_higher_priority_takes_the_place_and_gives_it_back(cluster: None, tmp_path: Path) -> None:
-    line = ("-m", *LONG, "precision=fp32", "seed=0", *SLURM, "hydra.launcher.extra=[--cpus-per-task=6]")
+    line = ("-m", *LONG, "precision=fp32", "seed=0", *SLURM, "hydra.launcher.cpus=6")
     assert command(*line, "hydra.launcher.wait=false", cwd=tmp_path).code == 0
     [path] = runs(tmp_path / "runs").values()
     wait_for(lambda: step(path) > 6, 180)

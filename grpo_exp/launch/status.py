@@ -105,7 +105,8 @@ def _line(arm: str, run: RunRecord, number: str | None, known: Mapping[str, queu
         reason = job.reason if job.state == "PENDING" and job.reason != "None" else ""
     elif run.state in (RunState.created, RunState.crashed) and job is not None and job.is_over:
         reason = f"Slurm says {job.state}"
-    step, total = int(run.status.get("step") or 0), run.status.get("max_steps")
+    reached, total = run.status.get("step"), run.status.get("max_steps")
+    step = reached if isinstance(reached, int) else 0
     rows = _last_rows(run.path / "metrics.jsonl")
     reward = next((row["reward/mean"] for row in reversed(rows) if row.get("reward/mean") is not None), None)
     return Line(

@@ -34,5 +34,5 @@ class SlurmLauncher(FreezingLauncher):
     def launch_jobs(self, jobs: "list[Composed]") -> "list[Path]":
         from grpo_exp.launch.slurm import launch
 
-        given = {key: list(value) if key in ("setup", "extra") else value for key, value in self.options.items()}
-        return launch(jobs, SlurmOptions(**given))
+        lists: dict[str, Any] = {key: list(self.options[key]) for key in ("setup", "extra")}  # Hydra's are its own
+        return launch(jobs, SlurmOptions(**{**self.options, **lists}))
