@@ -13,7 +13,7 @@ from grpo_exp.config.schema import Config
 from grpo_exp.tasks import Row, build
 
 LOCKSTEP = "rollout=lockstep"
-TIMES = ("time", "wall_s")
+TIMES = ("time", "wall_s", "probe/share")
 
 
 @cache
