@@ -29,6 +29,7 @@ from .config.schema import Proximal, TaskName
 from .decompose import Decomposer
 from .device import compute_device
 from .errors import ConfigError, Interrupted, RunFailed
+from .first_sync import check_first_sync
 from .folder import RunFolder, State
 from .manifest import about_this_machine
 from .metrics import Passes
@@ -332,6 +333,8 @@ class AsyncGRPOTrainer:
         self.recorder.begin(self.progress, self.source.pool)
         self.callbacks.state.max_steps = self.bounds.horizon
         self.callbacks.call("on_train_begin", model=self.model)
+        first_sync = check_first_sync(self.source, self.policy, self.config.rollout.temperature)
+        self.folder.update_manifest(generator=self.source.pool.about | {"first_sync": first_sync})
         if self.task.eval and not resumed:
             self._record({"step": 0, "time": time.time()} | self.source.evaluate(0).metrics())
         elif self.task.eval and self._owes_evaluation():

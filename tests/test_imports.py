@@ -34,7 +34,7 @@ LAYERS = (
         "weights",
     },
     {"rollout", "tasks", "track", "tokens"},
-    {"args", "checks", "decompose", "record", "trainer"},
+    {"args", "checks", "first_sync", "decompose", "record", "trainer"},
     {"progress", "run"},
     {"cli", "fetch", "launch", "probe_grid", "report"},
 )

@@ -10,7 +10,7 @@ of its own while it computes: never in both.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -26,10 +26,11 @@ from .buffer import GroupBuffer, GroupCounts
 from .pool import Failed, OnEvent, Retried, WorkerPool
 from .sampling import derive_seed
 from .stream import PromptStream
-from .types import Generated, Group, Request, Shaping
+from .types import Generated, Group, Request, Rollout, Shaping
 
 EVAL_TAG = 0x6576616C  # keeps the seeds of evaluation apart from those of training
 PROBE_TAG = 0x70726F62  # and those of a probe
+CHECK_TAG = 0x63686563  # and those of the check of the first sync
 PUMP_S = 0.5  # between two looks at deadlines
 
 
@@ -173,6 +174,23 @@ class RolloutSource:
         if any((rollout.versions != self.version).any() for group in groups for rollout in group.rollouts):
             raise RunFailed(f"a worker sampled under another version than the {self.version} it was sent")
         return groups
+
+    def first_completions(self, max_new_tokens: int) -> list[tuple[list[int], Rollout]]:
+        """A short completion from every worker, sampled as for training, with its prompt's ids.
+
+        Raises:
+            Interrupted: if the run was asked to stop.
+        """
+        count = max(1, self.config.rollout.num_workers)
+        rows = (self.task.train * count)[:count]
+        temperature, limit = self.config.rollout.temperature, min(max_new_tokens, self.config.task.max_completion_tokens)
+        requests = [
+            replace(self._request(-1 - index, ids, 1, temperature, (CHECK_TAG, index)), max_new_tokens=limit)
+            for index, ids in enumerate(self.codec.encode(rows))
+        ]
+        asides = [Aside(request, row, is_rewarded=False) for request, row in zip(requests, rows, strict=True)]
+        self._complete(asides, "check of the first sync")
+        return [(aside.request.prompt_ids, rollout) for aside in asides for rollout in aside.rollouts or ()]
 
     def _complete(self, asides: list[Aside], purpose: str) -> None:
         """Have some requests answered and rewarded under the version that was published last. Blocks."""
