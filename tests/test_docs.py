@@ -61,6 +61,10 @@ COMPOSED = {
     "grpo-exp correction=token_icepop precision=fp32_rollout_bf16": "a full run",
     "grpo-exp correction=seq_tis correction.weight_high=5 correction.veto=1e-4": "a full run",
     "grpo-exp correction=decoupled correction.proximal=interpolate rollout.max_staleness=2": "a full run",
+    "grpo-exp rollout=vllm debug=smoke precision=bf16": "needs vLLM; test_vllm_run.py has it",
+    "grpo-exp -m rollout=hf,vllm precision=bf16,fp16,fp32": "six full runs, some with vLLM",
+    "grpo-exp rollout=vllm_server debug=smoke": "needs vLLM; test_vllm_run.py has it",
+    "grpo-exp rollout=vllm_server rollout.num_workers=2 rollout.urls=[http://gpu1:8000,http://gpu2:8000]": "needs servers",
     "grpo-exp tracker=wandb": "a full run; wandb has tests of its own",
     "grpo-exp -m +sweeps=precision hydra/launcher=slurm hydra.launcher.partition=gpu hydra.launcher.gpus=1"
     " hydra.launcher.time=8:00:00 hydra.launcher.n_jobs=4": "needs a cluster; test_slurm.py starts one",
@@ -81,6 +85,8 @@ COMPOSED = {
 NOT_RUN = {
     "make demo": "six full runs after an installation; its command is composed",
     "make test": "what runs this test",
+    "make setup-vllm": "installs 3.5 GB",
+    "make test-vllm": "needs vLLM, and is run by itself",
     "grpo-exp probe model=smollm2_135m": "a quarter of an hour, on a model that is fetched; test_probe_model.py is about it",
     "grpo-exp probe model=smollm2_135m probe.engine=[hf,vllm] probe.rollout=bf16 probe.compute=fp32,bf16"
     " probe.head=[null,fp32] probe.micro_batch=[1,8]": "needs vLLM and a model that is fetched; test_probe_grid.py reads it",

@@ -22,7 +22,7 @@ from grpo_exp.sync.shm import Sender
 
 OPTIONS = {
     "max_model_len": None, "kv_cache_gib": 0.0625, "enforce_eager": None, "token_variable": "TOKEN_OF_A_TEST",
-    "http_retries": 3, "request_timeout_s": 5.0, "startup_timeout_s": 60.0, "sync": "shm", "sync_dir": "",
+    "http_retries": 3, "http_timeout_s": 5.0, "startup_timeout_s": 60.0, "sync": "shm", "sync_dir": "",
 }  # fmt: skip
 FP32 = torch.float32
 
@@ -163,7 +163,7 @@ def test_what_a_retry_can_mend_is_mended(fake: FakeVllm, worker: Worker, fault: 
 
 
 def test_an_answer_that_comes_too_late_is_asked_for_again(fake: FakeVllm) -> None:
-    made = Worker(fake.url, request_timeout_s=0.3)
+    made = Worker(fake.url, http_timeout_s=0.3)
     made.sync(0)
     fake.faults.append(Fault.delayed)
     check_right(made.run(request())[0])

@@ -211,6 +211,7 @@ class RolloutConfig(SamplingConfig):
     sync_dir: str | None = None  # for sync=file, seen by trainer and servers alike; null: sync/ in the run folder
     urls: list[str] = field(default_factory=list)  # vllm_server: one server per worker; empty: each starts its own
     token_variable: str = "VLLM_API_KEY"  # the environment variable with the token of those servers
+    http_timeout_s: float = 120.0  # of one try
     http_retries: int = 4
     evaluation: EvaluationSamplingConfig = field(default_factory=EvaluationSamplingConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
@@ -259,6 +260,11 @@ class AlgoConfig:
     clip_high: float = 0.2
     dual_clip: float | None = None
     mask_truncated: bool = False
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """How far the ratio may be below and above 1."""
+        return self.clip_low, self.clip_high
 
 
 @dataclass

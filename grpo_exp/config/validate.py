@@ -149,6 +149,7 @@ def _number_problems(config: Config) -> list[ConfigError]:
         "trainer.stall_timeout_s": trainer.stall_timeout_s,
         "rollout.startup_timeout_s": config.rollout.startup_timeout_s,
         "rollout.request_timeout_s": config.rollout.request_timeout_s,
+        "rollout.http_timeout_s": config.rollout.http_timeout_s,
         "optim.eps": optim.eps,
         "algo.advantage_eps": config.algo.advantage_eps,
         "sweep.margin": config.sweep.margin,

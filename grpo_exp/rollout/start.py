@@ -85,8 +85,8 @@ def engine_options(rollout: RolloutConfig, folder: Path) -> dict[str, Any]:
             return asdict(rollout.vllm) | {
                 "urls": list(rollout.urls),
                 "token_variable": rollout.token_variable,
+                "http_timeout_s": rollout.http_timeout_s,
                 "http_retries": rollout.http_retries,
-                "request_timeout_s": rollout.request_timeout_s,
                 "startup_timeout_s": rollout.startup_timeout_s,
                 "sync": transport.name,
                 "sync_dir": rollout.sync_dir or str(folder / "sync"),

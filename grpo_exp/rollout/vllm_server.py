@@ -135,7 +135,8 @@ class VllmServerEngine:
         answers: list[Generated | Unanswered] = []
         for future in done:
             job = self._running.pop(future)
-            if job.request.serial not in self._open:  # another part of the request has failed
+            opened = self._open.get(job.request.serial)
+            if opened is None or opened.request is not job.request:  # another part has failed; it may have come again
                 continue
             try:
                 parts = future.result()
@@ -176,7 +177,7 @@ class VllmServerEngine:
         self.num_running -= opened.request.num_completions - len(opened.rollouts)
         if isinstance(error, Unreachable):
             try:
-                self.client.get("/health", min(10.0, self.options["request_timeout_s"]))
+                self.client.get("/health", min(10.0, self.options["http_timeout_s"]))
             except (Refused, Unreachable) as gone:
                 raise RunFailed(f"the server is gone: {gone}") from None
         return Unanswered(job.request.serial, str(error))
@@ -203,11 +204,13 @@ class VllmServerEngine:
     def _attempt(self, job: Job) -> list[Part] | None:
         """None if a sync came in between and nobody can say which weights answered."""
         with self._lock:
-            self._under_way += 1
             version = self.version
+            if version < 0:
+                return None
+            self._under_way += 1
         try:
             body = job.body(self.model, self.stop_ids)
-            answer = self.client.post("/v1/completions", self.options["request_timeout_s"], body)
+            answer = self.client.post("/v1/completions", self.options["http_timeout_s"], body)
             same = self.version == version
         finally:
             with self._lock:
