@@ -18,11 +18,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import jsonl
-from .config.freeze import Frozen
 from .errors import RunFailed
+
+if TYPE_CHECKING:  # comparing runs reads folders, and needs no omegaconf
+    from .config.freeze import Frozen
 
 CHECKPOINT = re.compile(r"step-(\d{6,})")
 STATUS_EVERY_S = 0.5
@@ -243,7 +245,7 @@ class RunFolder:
 
     def describe(
         self,
-        frozen: Frozen,
+        frozen: "Frozen",
         factors: dict[str, str],
         choices: dict[str, str],
         overrides: list[str],

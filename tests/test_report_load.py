@@ -10,6 +10,7 @@ import pytest
 from run_folders import metric_rows, write_run, write_sweep
 
 from grpo_exp.errors import ConfigError
+from grpo_exp.folder import now
 from grpo_exp.report.load import RunState, find_runs, flatten, read_run, section
 from grpo_exp.report.metrics import Json, Metrics, Section, read_metrics
 
@@ -73,10 +74,14 @@ def test_a_running_run_whose_process_is_gone_is_shown_as_crashed(tmp_path: Path)
     pid = dead_pid()
     dead = write_run(tmp_path, "dead", state="running", status={"pid": pid})
     alive = write_run(tmp_path, "alive", state="running", status={"pid": os.getpid()})
-    remote = write_run(tmp_path, "remote", state="running", status={"pid": pid, "host": "another-host"})
+    far = {"pid": pid, "host": "another-host"}
+    remote = write_run(tmp_path, "remote", state="running", status=far | {"heartbeat": now()})
+    silent = write_run(tmp_path, "silent", state="running", status=far)
     ended = write_run(tmp_path, "ended", state="preempted", status={"pid": pid})
-    states = [read_run(folder).state for folder in (dead, alive, remote, ended)]
-    assert states == [RunState.crashed, RunState.running, RunState.running, RunState.preempted]
+    states = [read_run(folder).state for folder in (dead, alive, remote, silent, ended)]
+    assert states == [
+        RunState.crashed, RunState.running, RunState.running, RunState.crashed, RunState.preempted,
+    ]  # fmt: skip
     assert read_run(dead).reason == f"its process {pid} is gone"
 
 

@@ -24,6 +24,8 @@ def rollout_problems(config: Config) -> list[ConfigError]:
     if not LOWEST <= rollout.temperature <= HIGHEST:
         reason = "greedy rollouts have no log-probability to train on"
         problems.append(ConfigError("rollout.temperature", rollout.temperature, "a number > 0", reason))
+    if not 0.01 <= rollout.vllm.kv_cache_gib <= 2**20:  # NaN never passes, also where nothing reads it
+        problems.append(ConfigError("rollout.vllm.kv_cache_gib", rollout.vllm.kv_cache_gib, "a number from 0.01 on"))
     if rollout.num_workers == 0 and rollout.max_staleness:
         fix = "rollout.num_workers=0 runs in lockstep"
         problems.append(ConfigError("rollout.max_staleness", rollout.max_staleness, "0", fix))
@@ -141,8 +143,6 @@ def _vllm_problems(config: Config) -> list[ConfigError]:
         problems.append(ConfigError("rollout.num_workers", 0, "1 or more", reason))
     if rollout.vllm.max_model_len is not None and rollout.vllm.max_model_len < 2:
         problems.append(ConfigError("rollout.vllm.max_model_len", rollout.vllm.max_model_len, "null, or 2 or more"))
-    if not 0.01 <= rollout.vllm.kv_cache_gib <= 2**20:
-        problems.append(ConfigError("rollout.vllm.kv_cache_gib", rollout.vllm.kv_cache_gib, "a number from 0.01 on"))
     for name, value in config.model.init_kwargs.items():
         if name not in KWARGS_OF_VLLM:
             reason = (

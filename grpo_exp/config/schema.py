@@ -349,7 +349,7 @@ class SweepConfig:
     window: int = 1  # the last rows with the metric, whose mean is the value of a run
     margin: float | None = None  # a difference within it counts as none; null = no test of equivalence
     failures: FailureRule = FailureRule.leave_out
-    collapse: float | None = None  # collapsed: less than this share of the best gain is left at the end; null = not asked
+    collapse: float | None = None  # below this share of the best gain at the end = collapsed; null = not asked
 
 
 @dataclass

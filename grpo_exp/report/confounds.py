@@ -20,6 +20,7 @@ ABSENT = "(absent)"
 
 # Differences in these change no result, or are said elsewhere. A run starts from its config and from nothing else, so
 # Hydra's choices and overrides add nothing to it; memory is compared in GiB, as two equal nodes differ by some pages.
+# The first sync is a measurement that the run itself holds against its bound.
 IGNORED = (
     "runs_dir",
     "sweep.*",
@@ -28,6 +29,7 @@ IGNORED = (
     "choices.*",
     "overrides",
     "hardware.host",
+    "generator.first_sync.*",
 )
 
 

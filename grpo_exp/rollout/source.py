@@ -183,7 +183,10 @@ class RolloutSource:
         """
         count = max(1, self.config.rollout.num_workers)
         rows = (self.task.train * count)[:count]
-        temperature, limit = self.config.rollout.temperature, min(max_new_tokens, self.config.task.max_completion_tokens)
+        temperature, limit = (
+            self.config.rollout.temperature,
+            min(max_new_tokens, self.config.task.max_completion_tokens),
+        )
         requests = [
             replace(self._request(-1 - index, ids, 1, temperature, (CHECK_TAG, index)), max_new_tokens=limit)
             for index, ids in enumerate(self.codec.encode(rows))
