@@ -1,6 +1,7 @@
 """``grpo-exp probe``: its statistics, its cells, its files, and what it says of what it cannot measure."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import xml.etree.ElementTree as ET
@@ -46,10 +47,12 @@ def half(values: Any) -> float:
 def test_the_statistics_are_those_that_a_run_logs_of_its_mismatch() -> None:
     mu, old, reference, lengths = tokens()
     sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-    logged = mismatch_metrics(torch.from_numpy(mu), torch.from_numpy(old), sequence)
+    position = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+    fresh, clip = torch.zeros_like(sequence), (0.2, 0.2)
+    logged = mismatch_metrics(torch.from_numpy(mu), torch.from_numpy(old), sequence, position, fresh, clip)
     found = statistics(mu, old, reference, lengths)
     shared = found.keys() & logged.keys()
-    assert {"mean", "sd", "abs_mean", "abs_p95", "abs_max", "outside", "k1", "k3"} <= shared
+    assert {"mean", "sd", "abs_mean", "abs_p95", "abs_max", "outside", "k1", "k3", "drift_slope"} <= shared
     assert {key: found[key].value for key in shared} == pytest.approx({key: logged[key] for key in shared}, rel=1e-9)
 
 
@@ -151,10 +154,10 @@ def test_cells_that_come_to_the_same_are_one() -> None:
 
 
 def probe(*arguments: str, folder: Path) -> tuple[int, str]:
-    """The command in this process, in a folder: its exit code and what it ended with."""
+    """The command in this process, in a folder, its workers too: its exit code and what it ended with."""
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
         try:
-            return main(["rollout.num_workers=0", *arguments]), out.getvalue()
+            return main(["probe.engine=lockstep", *arguments]), out.getvalue()
         except ConfigError as error:
             return 2, str(error)
         except SystemExit as end:
@@ -166,7 +169,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     """A probe of the tiny model: three generators, six trainers, two micro-batch sizes."""
     folder = tmp_path_factory.mktemp("probe")
     grid = ("probe.head=[null,fp32]", "probe.compute=[fp32,bf16]", "probe.micro_batch=[1,6]")
-    return folder / "one", command("probe", "rollout.num_workers=0", *SMALL, *grid, "--out", "one", cwd=folder)
+    return folder / "one", command("probe", "probe.engine=lockstep", *SMALL, *grid, "--out", "one", cwd=folder)
 
 
 @pytest.fixture
@@ -180,10 +183,10 @@ def test_every_cell_has_its_row_in_the_table_the_report_and_the_figure(
 ) -> None:
     folder, done = probed
     assert done.code == 0, done.err
-    assert [one["label"] for one in report["generators"]] == ["hf fp32", "hf bf16", "hf fp16"]
+    assert [one["label"] for one in report["generators"]] == ["lockstep fp32", "lockstep bf16", "lockstep fp16"]
     assert len(report["cells"]) == 3 * 6
     assert all(cell["statistics"] and not cell["refused"] for cell in report["cells"])
-    for heading in ("mean |d|", "drift per 1000", "Noise floor", "bf16, head fp32"):
+    for heading in ("mean |d|", "drift", "Noise floor", "bf16, head fp32"):
         assert heading in done.out
     assert len(ET.parse(folder / "figure.svg").getroot().findall("{*}circle")) == 18
     assert {path.name for path in folder.iterdir()} >= {"probe.json", "tokens.safetensors", "figure.svg"}
@@ -200,10 +203,14 @@ def value(report: dict[str, Any], generator: str, compute: str, name: str = "abs
 
 
 def test_fp32_on_both_sides_is_at_the_noise_floor_and_16_bits_are_ordered(report: dict[str, Any]) -> None:
-    assert value(report, "hf fp32", "fp32") < 1e-5
-    assert value(report, "hf fp32", "fp32") < value(report, "hf fp16", "fp32") < value(report, "hf bf16", "fp32")
-    assert value(report, "hf fp32", "bf16", "relative_trainer") > 1e-3
-    assert value(report, "hf fp32", "fp32", "relative_rollout") < 1e-5
+    assert value(report, "lockstep fp32", "fp32") < 1e-5
+    assert (
+        value(report, "lockstep fp32", "fp32")
+        < value(report, "lockstep fp16", "fp32")
+        < value(report, "lockstep bf16", "fp32")
+    )
+    assert value(report, "lockstep fp32", "bf16", "relative_trainer") > 1e-3
+    assert value(report, "lockstep fp32", "fp32", "relative_rollout") < 1e-5
 
 
 def test_kept_tokens_give_the_numbers_of_the_report_again(probed: tuple[Path, Ended], report: dict[str, Any]) -> None:
@@ -322,3 +329,13 @@ def test_the_grids_of_the_documentation_can_be_read() -> None:
     assert read[1].settings.engine == ["hf", "vllm"]
     rows = {name for line in page.splitlines() if line.startswith("| `probe.") for name in line.split("`")[1::2]}
     assert {f"probe.{name}" for name in settings.ProbeSettings.__dataclass_fields__} <= rows
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_an_engine_that_is_not_installed_is_listed_and_the_other_one_measured(tmp_path: Path) -> None:
+    grid = ("probe.engine=[lockstep,vllm]", "probe.rollout=fp32", "probe.compute=fp32")
+    code, said = probe(*SMALL, *grid, "--out", "out", folder=tmp_path)
+    assert code == 0
+    assert "vllm is not installed" in said
+    generators = json.loads((tmp_path / "out" / "probe.json").read_text())["generators"]
+    assert [bool(one["refused"]) for one in generators] == [False, True]
