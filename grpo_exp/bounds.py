@@ -31,4 +31,6 @@ class Bounds:
             return "trainer.max_minutes"
         if self.config.max_steps is not None and step >= self.config.max_steps:
             return "trainer.max_steps"
-        return "trainer.max_epochs" if data_used_up else None
+        if not data_used_up:
+            return None
+        return "trainer.max_epochs" if self.config.max_epochs is not None else "what was recorded is used up"

@@ -1,7 +1,7 @@
 """Callbacks with the methods of ``transformers.TrainerCallback``, without importing it.
 
-A callback may have any of ``on_train_begin``, ``on_step_end``, ``on_evaluate``, ``on_log``, ``on_save`` and
-``on_train_end``; each is called as ``method(args, state, control, model=…, metrics=…, …)``.
+A callback may have any of ``on_train_begin``, ``on_step_end``, ``on_evaluate``, ``on_log``, ``on_save``, ``on_alarm`` (with
+``alarm=…``, the event) and ``on_train_end``; each is called as ``method(args, state, control, model=…, metrics=…, …)``.
 """
 
 from collections.abc import Sequence

@@ -9,6 +9,7 @@ A checkpoint is written beside its place and renamed, so that a folder with the 
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,16 @@ class Progress:
     open_serials: list[int] = field(default_factory=list)
     evaluated_at: int = -1  # the last step with an evaluation
     groups: dict[str, int] = field(default_factory=dict)
+    alarm: dict[str, Any] = field(default_factory=dict)
 
 
-def save(folder: Path, progress: Progress, model: Any, optimizer: Optimizer, tokenizer: Any, keep: int) -> Path:
+def save(
+    folder: Path, progress: Progress, model: Any, optimizer: Optimizer, tokenizer: Any, keep: int, reach: int = 0
+) -> Path:
     """Write a checkpoint and remove the oldest ones beyond ``keep``.
+
+    Args:
+        reach: keep besides the newest one that is at least so many steps old and all later ones; 0: none.
 
     Raises:
         RunFailed: if it cannot be written; what was written of it is removed, which leaves room for the run's last words.
@@ -63,9 +70,17 @@ def save(folder: Path, progress: Progress, model: Any, optimizer: Optimizer, tok
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise RunFailed(f"{final} could not be written: {error}") from error
-    for old in list_checkpoints(folder)[:-keep] if keep > 0 else []:
-        shutil.rmtree(old)
+    kept = list_checkpoints(folder)
+    first = last_until(kept, progress.step - reach)
+    for old in kept[:-keep] if keep > 0 else []:
+        if reach == 0 or (first is not None and old.name < first.name):
+            shutil.rmtree(old)
     return final
+
+
+def last_until(checkpoints: Sequence[Path], step: int) -> Path | None:
+    """The newest of some checkpoints, oldest first, that is of this step or an earlier one."""
+    return next((path for path in reversed(checkpoints) if read_progress(path).step <= step), None)
 
 
 def _write(part: Path, progress: Progress, model: Any, optimizer: Optimizer, tokenizer: Any) -> None:

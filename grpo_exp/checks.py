@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from . import assets, tasks, track
+from .config.replays import replay_problems
 from .config.schema import Backend, Config, Device
-from .config.validate import value_problems
+from .config.validate import type_problems, value_problems
 from .errors import ConfigError, ConfigErrors
 
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")  # NVIDIA, the same under WSL and on Tegra, AMD
@@ -25,7 +26,10 @@ def check(config: Config) -> None:
 
 def find_problems(config: Config) -> list[ConfigError]:
     """What is wrong with a configuration wherever it runs."""
-    return [*value_problems(config), *tasks.validate(config.task), *track.validate(config.tracker)]
+    problems = value_problems(config)
+    if not type_problems(config):
+        problems += replay_problems(config)
+    return [*problems, *tasks.validate(config.task), *track.validate(config.tracker)]
 
 
 def machine_problems(config: Config) -> list[ConfigError]:
@@ -47,7 +51,7 @@ def machine_problems(config: Config) -> list[ConfigError]:
 
 def _starts_vllm(config: Config) -> bool:
     match config.rollout.backend:
-        case Backend.hf:
+        case Backend.hf | Backend.replay:
             return False
         case Backend.vllm:
             return True

@@ -130,12 +130,12 @@ def truncate_after(path: Path | str, step: int) -> int:
 
 def replace_rows(path: Path | str, rows: Iterable[Mapping[str, object]]) -> None:
     """Writes a file anew with these rows, atomically; not while a writer has it open."""
-    _replace(Path(path), b"".join(json.dumps(plain(row), allow_nan=False).encode() + b"\n" for row in rows))
+    replace_bytes(Path(path), b"".join(json.dumps(plain(row), allow_nan=False).encode() + b"\n" for row in rows))
 
 
 def write_json_atomic(path: Path | str, obj: object) -> None:
     """Replaces ``path`` with ``obj`` as indented strict JSON: a reader sees the old file or the new, even after a crash."""
-    _replace(Path(path), json.dumps(plain(obj), indent=2, allow_nan=False).encode() + b"\n")
+    replace_bytes(Path(path), json.dumps(plain(obj), indent=2, allow_nan=False).encode() + b"\n")
 
 
 def read_json(path: Path | str) -> dict[str, Any]:
@@ -197,7 +197,8 @@ def _mend(fd: int) -> None:
         os.ftruncate(fd, size - len(last))
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Replaces a file: a reader sees the old one or the new, even after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:

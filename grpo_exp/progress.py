@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .alarm import in_words
+
 KEYS = {"reward/mean": "reward", "eval/accuracy": "accuracy", "mismatch/abs_mean": "mismatch", "perf/step_s": "s/step"}
 
 
@@ -34,6 +36,9 @@ class ConsoleProgress:
         self.newest |= {key: logs[key] for key in KEYS if logs.get(key) is not None}
         shown = "  ".join(f"{KEYS[key]} {value:.3g}" for key, value in self.newest.items())
         self._bar.update(self._task, completed=state.global_step, metrics=shown)
+
+    def on_alarm(self, args: Any, state: Any, control: Any, alarm: dict[str, Any], **kwargs: Any) -> None:
+        self._print(f"alarm at step {state.global_step + 1}: {in_words(alarm)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .config.replays import fingerprint
 from .errors import ConfigError
 from .tasks import Row
 
@@ -39,6 +40,11 @@ class Codec:
             allowed = f"prompts of at most {self.max_prompt_tokens} tokens"
             fix = "the rest of the model's context is task.max_completion_tokens"
             raise ConfigError("task", f"{str(prompt)[:60]}… ({num_tokens} tokens)", allowed, fix)
+
+    def vocabulary(self) -> str | None:
+        """A fingerprint of which id is which token; None where the tokenizer cannot say."""
+        known = getattr(self.tokenizer, "get_vocab", None)
+        return None if known is None else fingerprint(known())
 
     def decode(self, row: Row, token_ids: list[int]) -> str | list[dict[str, str]]:
         """A completion as reward functions see it: a string, or an assistant message where the prompt is a chat."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from . import checkpoint
+from .alarm import Alarm
 from .args import AsyncGRPOConfig
 from .assets import locate
 from .batch import StepBatch, build_batch
@@ -31,6 +32,7 @@ from .device import compute_device
 from .errors import ConfigError, Interrupted, RunFailed
 from .first_sync import check_first_sync
 from .folder import RunFolder, State
+from .keep import Keeper
 from .manifest import about_this_machine
 from .metrics import Passes
 from .observe import ReadBack
@@ -131,6 +133,7 @@ class AsyncGRPOTrainer:
         self.decomposer = Decomposer(config, self.policy, lambda: self.recorder.wall_s, self._event)
         self.older = OlderWeights(self.policy, config.rollout.temperature, config.rollout.staleness_bound)
         self._starts_tracker = tracker is None
+        self.alarm = Alarm(config.alarm)
         self.progress = Progress()
         self.stop_reason: str | None = None
         self._saved_at: int | None = None
@@ -179,6 +182,7 @@ class AsyncGRPOTrainer:
         clock.lap("sync")
         row = self.recorder.row(self.progress, batch, passes, outcome, clock, self.source.pool)
         row |= self.decomposer.measure(fresh, passes, self.progress)
+        self._look_for_collapse(row)
         self._evaluate_if_due(row)
         self._record(row)
         self._save_if_due()
@@ -212,18 +216,22 @@ class AsyncGRPOTrainer:
         num_dropped = int(batch.advantages.dropped.sum())
         self.source.buffer.counts.trained += len(groups) - num_dropped
         self.source.buffer.counts.dropped_failed += num_dropped
-        self.folder.trained(self.progress.step, serials, [stream.index(serial) for serial in serials])
+        rows = [stream.index(serial) for serial in serials]
+        self.folder.trained(self.progress.step, serials, rows)
+        self.keeper.groups(self.progress.step, self.progress.update, groups, rows)
         return batch
 
     def _update(self, batch: StepBatch, passes: Passes) -> StepOutcome:
         """Unscale, clip, step; or skip. Ends the run after too many skips in a row."""
         progress, lr = self.progress, learning_rate(self.config.optim, self.progress.update, self.bounds.horizon)
+        lr *= self.alarm.lr_factor
         if not batch.trainable:
             self.optimizer.zero_grad()
             outcome = StepOutcome(False, math.nan, 0.0, lr)
             self._event("skipped_step", {"reason": "no group has two valid rewards"})
         else:
             outcome = self.optimizer.step(lr)
+        self.keeper.trace(progress.step, passes, outcome)
         if outcome.applied:
             progress.update += 1
             progress.skipped_in_a_row = 0
@@ -247,6 +255,11 @@ class AsyncGRPOTrainer:
     def _publish(self, outcome: StepOutcome) -> None:
         if outcome.applied:
             self.source.publish(self.progress.update, self.model)
+
+    def _look_for_collapse(self, row: dict[str, Any]) -> None:
+        for alarm in self.alarm.check(row):
+            self._event("alarm", alarm)
+            self.callbacks.call("on_alarm", alarm=alarm)
 
     def _evaluate_if_due(self, row: dict[str, Any]) -> None:
         every, control = self.config.trainer.eval_every, self.callbacks.control
@@ -276,14 +289,17 @@ class AsyncGRPOTrainer:
 
     def _save_if_due(self) -> None:
         every, control = self.config.trainer.save_every, self.callbacks.control
-        if (every and self.progress.step % every == 0) or control.should_save:
+        is_due = (every and self.progress.step % every == 0) or control.should_save
+        if is_due and self.alarm.stop_reason is None:
             control.should_save = False
             self._save()
 
     def _ended(self) -> bool:
         """Whether the step that was just done is the last."""
         if self.stop_reason is None:
-            if self.callbacks.control.should_training_stop:
+            if self.alarm.stop_reason is not None:
+                self.stop_reason = self.alarm.stop_reason
+            elif self.callbacks.control.should_training_stop:
                 self.stop_reason = "a callback asked to stop"
             else:
                 used_up = self.source.stream.exhausted and not self.source.buffer.num_held
@@ -318,6 +334,10 @@ class AsyncGRPOTrainer:
         if mixed is not None and not resumed:
             self._event("warning", {"message": mixed})
         self._saved_at = self.progress.step
+        self.keeper = Keeper(
+            self.config, self.precision, self.folder, self.optimizer, self.codec.vocabulary(),
+            self.progress.step if resumed else None,
+        )  # fmt: skip
         self.source = start_source(
             self.config, self.precision, self.task, self.codec, self._workers, self.folder.logs,
             str(self.device), self._event, self.should_stop,
@@ -349,6 +369,7 @@ class AsyncGRPOTrainer:
         checkpoint.load(found[-1], self.model, self.optimizer)
         self.progress = checkpoint.read_progress(found[-1])
         self.optimizer.loss_scale.load_state_dict(self.progress.loss_scale)
+        self.alarm.load_state_dict(self.progress.alarm)
         return found[-1]
 
     def _save(self) -> None:
@@ -356,6 +377,7 @@ class AsyncGRPOTrainer:
             return  # groups that were started since will be started again
         self._saved_at = self.progress.step
         self.progress.loss_scale = self.optimizer.loss_scale.state_dict()
+        self.progress.alarm = self.alarm.state_dict()
         self.progress.cursor = self.source.stream.cursor
         self.progress.open_serials = sorted({*self.source.buffer.serials(), *self.source.stream.again})
         self.progress.groups = vars(self.source.buffer.counts).copy()
@@ -366,6 +388,7 @@ class AsyncGRPOTrainer:
             self.optimizer,
             self.processing_class,
             self.config.trainer.keep_checkpoints,
+            self.alarm.reach,
         )
         self.folder.event(self.progress.step, "checkpoint", {"path": path.name})
         self.callbacks.call("on_save")
@@ -375,7 +398,9 @@ class AsyncGRPOTrainer:
             raise RunFailed("the run ended without a single update; events.jsonl says why")
         if self.task.eval and self.progress.evaluated_at != self.progress.step:
             self._evaluate_late()
-        self._save()
+        good = self.alarm.good_until
+        if good is None or checkpoint.last_until(self.folder.list_checkpoints(), good) is None:
+            self._save()  # the weights after an alarm are worth keeping only where there are no others
         self.callbacks.call("on_train_end")
         return State.done
 
@@ -393,6 +418,8 @@ class AsyncGRPOTrainer:
             self.folder.status.groups = vars(source.buffer.counts).copy()
         elif self._workers is not None:
             self._workers.close()
+        if getattr(self, "keeper", None) is not None:
+            self.keeper.close()
         reason = self.stop_reason if error is None else f"{type(error).__name__}: {error}"
         code = {State.done: 0, State.failed: 1}.get(state, 143)
         self.folder.end(state, code, reason, error)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from recordings import long_recording
 
 from grpo_exp.checks import find_problems
 from grpo_exp.config.compose import CONF_DIR, Composed, compose, load_precision, normalise, to_typed
@@ -19,10 +20,12 @@ from grpo_exp.config.schema import Config, LossScaleMode, OptimConfig, Precision
 from grpo_exp.config.sites import resolve_sites
 from grpo_exp.errors import ConfigError
 
-GROUPS = ("model", "precision", "rollout", "task", "algo", "correction", "optim", "distributed", "tracker")
+GROUPS = ("model", "precision", "rollout", "task", "algo", "correction", "optim", "alarm", "distributed", "tracker")
 GLOBAL = ("experiment", "debug")
 REFUSED = {("bf16_head32", "vllm"), ("bf16_head32", "vllm_server")}  # vLLM's head computes in the rollout dtype
 NEEDS = {  # what an option cannot know by itself
+    "rollout/replay": [f"rollout.replay_from={long_recording()}"],
+    "sweeps/replay_precision": [f"rollout.replay_from={long_recording()}"],
     "model/hub": ["model.name_or_path=org/name"],
     "model/local": [f"model.name_or_path={CONF_DIR.parent / 'grpo_exp' / 'assets' / 'tiny'}"],
     "task/reasoning_gym": ["task.dataset=chain_sum"],
@@ -81,7 +84,8 @@ def test_every_precision_goes_with_every_task_and_rollout(precision: str) -> Non
     """Groups are put together here: that Hydra fills each by itself is what the test above shows."""
     config = shared(f"precision={precision}")
     for task, rollout in product(options("task"), options("rollout")):
-        other = shared(f"task={task}", f"rollout={rollout}", *NEEDS.get(f"task/{task}", []))
+        needs = [*NEEDS.get(f"task/{task}", []), *NEEDS.get(f"rollout/{rollout}", [])]
+        other = shared(f"task={task}", f"rollout={rollout}", *needs)
         found = [problem.key for problem in find_problems(replace(config, task=other.task, rollout=other.rollout))]
         assert found == (["precision.rollout_head"] if (precision, rollout) in REFUSED else [])
 
@@ -103,7 +107,7 @@ def test_a_named_sweep_has_a_mode_factors_and_a_baseline_among_them(name: str) -
     assert len(seeds) >= 3
     for levels in product(*params.values()):
         arm = [f"{key}={value}" for key, value in zip(params, levels, strict=True)]
-        config = typed(f"+sweeps={name}", *arm, f"seed={seeds[-1]}")
+        config = typed(f"+sweeps={name}", *arm, f"seed={seeds[-1]}", *NEEDS.get(f"sweeps/{name}", []))
         assert (find_problems(config), config.seed, config.sweep.name) == ([], int(seeds[-1]), name)
 
 

@@ -62,6 +62,9 @@ COMPOSED = {
     "grpo-exp correction=token_icepop precision=fp32_rollout_bf16": "a full run",
     "grpo-exp correction=seq_tis correction.weight_high=5 correction.veto=1e-4": "a full run",
     "grpo-exp correction=decoupled correction.proximal=interpolate rollout.max_staleness=2": "a full run",
+    "grpo-exp alarm=stop precision=bf16_rollout_fp32": "a full run",
+    "grpo-exp alarm.kl.threshold=0.02 alarm.kl.action=lower_lr": "a full run",
+    "grpo-exp -m rollout.record=true seed=0,1,2 runs_dir=runs/recorded": "three full runs",
     "grpo-exp rollout=vllm debug=smoke precision=bf16": "needs vLLM; test_vllm_run.py has it",
     "grpo-exp -m rollout=hf,vllm precision=bf16,fp16,fp32": "six full runs, some with vLLM",
     "grpo-exp rollout=vllm_server debug=smoke": "needs vLLM; test_vllm_run.py has it",
@@ -99,6 +102,9 @@ NOT_RUN = {
     "wandb sync runs/RUN/wandb/offline-run-*": "needs an account",
     "wandb sync runs/*/wandb/offline-run-*": "needs an account",
     "grpo-exp compare runs/gpu": "needs runs on a GPU",
+    "grpo-exp -m +sweeps=replay_precision rollout.replay_from=runs/recorded": "nine full runs; test_replay.py replays",
+    "grpo-exp debug=smoke precision=bf16 rollout=replay rollout.replay_from=runs/small": "the command before it comes first;"
+    " a test of its own",
     "grpo-exp resume runs/RUN": "a test of its own, on a run that was cut off",
 }
 
@@ -298,6 +304,16 @@ def test_a_run_that_was_cut_off_is_resumed(run_folder: Path, tmp_path: Path) -> 
     rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert '"event": "resume"' in (copy / "events.jsonl").read_text()
+
+
+def test_what_was_recorded_is_replayed(clone: Path) -> None:
+    """By the two commands of the page, one after the other; the first is run by itself, too, and found done."""
+    record = "grpo-exp debug=smoke rollout=lockstep rollout.record=true runs_dir=runs/small"
+    replay = "grpo-exp debug=smoke precision=bf16 rollout=replay rollout.replay_from=runs/small"
+    for text in (record, replay):
+        assert text in [command.text for command in commands()]
+        done = run(text, clone)
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_library_snippet_trains(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ ROOT = PACKAGE.parent
 LAYERS = (
     {"errors"},
     {"assets", "config", "jsonl"},
-    {"algo", "callbacks", "folder", "kernels", "manifest", "precision", "rollout.types", "tasks.types"},
+    {"alarm", "algo", "callbacks", "folder", "kernels", "manifest", "precision", "rollout.types", "tasks.types"},
     {
         "batch",
         "bounds",
@@ -29,12 +29,13 @@ LAYERS = (
         "passes",
         "policy",
         "prefix",
+        "recording",
         "sync",
         "token_batch",
         "weights",
     },
     {"rollout", "tasks", "track", "tokens"},
-    {"args", "checks", "first_sync", "decompose", "record", "trainer"},
+    {"args", "checks", "first_sync", "decompose", "keep", "record", "trainer"},
     {"progress", "run"},
     {"cli", "fetch", "launch", "probe_grid", "report"},
 )

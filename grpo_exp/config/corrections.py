@@ -7,7 +7,7 @@ always 1. So what a configuration says about a correction is what the run did.
 import math
 
 from ..errors import ConfigError
-from .schema import Config, CorrectionConfig, Proximal, Weight
+from .schema import Backend, Config, CorrectionConfig, Proximal, Weight
 
 BOUNDED = (Weight.token_tis, Weight.seq_tis)
 REJECTING = (Weight.token_icepop, Weight.seq_mis)
@@ -25,7 +25,8 @@ def correction_problems(config: Config) -> list[ConfigError]:
     if correction.batch_norm and correction.weight not in (Weight.token, *BOUNDED):
         reason = "what a weight rejects would be given to the others" if correction.weight in REJECTING else "no weight"
         problems.append(ConfigError("correction.batch_norm", True, "false", reason))
-    if correction.proximal is Proximal.interpolate and config.rollout.staleness_bound < 2:
+    generates = config.rollout.backend is not Backend.replay
+    if correction.proximal is Proximal.interpolate and generates and config.rollout.staleness_bound < 2:
         reason = "it is mu for tokens that are 0 or 1 versions old: set rollout.max_staleness=2 or more"
         problems.append(ConfigError("correction.proximal", correction.proximal.name, Proximal.rollout.name, reason))
     return problems

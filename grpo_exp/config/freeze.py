@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError, ConfigErrors
+from .replays import find_recording
 from .schema import Config
 from .sites import FOLLOWS, parse_dtype
 
@@ -40,6 +41,7 @@ def freeze(config: Config) -> Frozen:
 
     Raises:
         ConfigErrors: if a value is still a placeholder.
+        ConfigError: if a recording is to be replayed that is not there.
     """
     values = _plain(config)
     _name_dtypes(values["precision"], FOLLOWS, "precision")
@@ -59,6 +61,8 @@ def freeze(config: Config) -> Frozen:
         name = values["model"][key]
         if name is not None and (name.startswith((".", "~")) or Path(name).is_dir()):
             values["model"][key] = str(Path(name).expanduser().resolve())
+    if config.rollout.replay_from is not None:  # a folder of runs may get more of them
+        values["rollout"]["replay_from"] = str(find_recording(config.rollout.replay_from, config.seed))
     values["runs_dir"] = str(Path(values["runs_dir"]).expanduser().resolve())
     return Frozen(values, config_hash(values))
 

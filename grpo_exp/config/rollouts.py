@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from ..errors import ConfigError
 from .schema import Backend, Config, RolloutConfig, SamplingConfig, SyncTransport
 
+OF_VLLM = (Backend.vllm, Backend.vllm_server)
 NEUTRAL = SamplingConfig()
 SAMPLING = tuple(entry.name for entry in fields(SamplingConfig))
 LOWEST, HIGHEST = 2.0**-126, 2.0**127
@@ -29,7 +30,7 @@ def rollout_problems(config: Config) -> list[ConfigError]:
     if rollout.num_workers == 0 and rollout.max_staleness:
         fix = "rollout.num_workers=0 runs in lockstep"
         problems.append(ConfigError("rollout.max_staleness", rollout.max_staleness, "0", fix))
-    if rollout.backend is not Backend.hf:
+    if rollout.backend in OF_VLLM:
         problems += _vllm_problems(config)
     return [*problems, *_server_problems(rollout)]
 
@@ -41,7 +42,7 @@ def engine_problems(backend: Backend, sites: Mapping[str, str]) -> list[ConfigEr
         sites: site → dtype name, as far as they are known; ``unknown`` agrees with anything.
     """
     rollout, head = sites["rollout"], sites["rollout_head"]
-    if backend is Backend.hf or head == rollout or "unknown" in (head, rollout):
+    if backend not in OF_VLLM or head == rollout or "unknown" in (head, rollout):
         return []
     reason = f"rollout={backend.name} computes its head in the rollout dtype; rollout=hf can do otherwise"
     return [ConfigError("precision.rollout_head", head, rollout, reason)]
@@ -59,8 +60,8 @@ def _sampling_problems(rollout: RolloutConfig) -> list[ConfigError]:
             )
             problems.append(ConfigError(f"rollout.{name}", value, str(neutral), reason))
         key = f"rollout.evaluation.{name}"
-        if evaluated != neutral and rollout.backend is Backend.hf:
-            reason = "rollout=hf samples from the whole distribution; rollout=vllm can do this"
+        if evaluated != neutral and rollout.backend not in OF_VLLM:
+            reason = f"rollout={rollout.backend.name} samples from the whole distribution; rollout=vllm can do this"
             problems.append(ConfigError(key, evaluated, str(neutral), reason))
         elif not _possible(name, evaluated):
             problems.append(ConfigError(key, evaluated, RANGES[name]))

@@ -28,6 +28,7 @@ class Backend(Enum):
     hf = "hf"
     vllm = "vllm"
     vllm_server = "vllm_server"
+    replay = "replay"  # no generator: rollouts that an earlier run recorded
 
 
 class SyncTransport(Enum):
@@ -100,6 +101,15 @@ class Weight(Enum):
     token_icepop = "token_icepop"  # exp(d) where it is within weight_low … weight_high, else 0
     seq_tis = "seq_tis"  # min(W, weight_high), W = exp(sum of d over the sequence)
     seq_mis = "seq_mis"  # W where it is within weight_low … weight_high, else 0
+
+
+class AlarmAction(Enum):
+    """What is done when a rule of the alarm fires; all but ``none`` also write an event."""
+
+    none = "none"  # the rule is off
+    warn = "warn"
+    lower_lr = "lower_lr"  # times alarm.lr_factor, for the rest of the run
+    stop = "stop"  # the run ends as done, and the last checkpoint from before is kept
 
 
 class Schedule(Enum):
@@ -213,6 +223,8 @@ class RolloutConfig(SamplingConfig):
     token_variable: str = "VLLM_API_KEY"  # the environment variable with the token of those servers
     http_timeout_s: float = 120.0  # of one try
     http_retries: int = 4
+    record: bool = False  # keep every trained group in rollouts/ of the run folder
+    replay_from: str | None = None  # replay: a run that recorded, or a folder of runs: then the one of this run's seed
     evaluation: EvaluationSamplingConfig = field(default_factory=EvaluationSamplingConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
@@ -339,6 +351,29 @@ class ProbeConfig:
 
 
 @dataclass
+class AlarmRule:
+    """One sign of a collapse. The median of the last ``window`` steps is compared, so single steps ring no alarm."""
+
+    threshold: float
+    window: int = 10
+    action: AlarmAction = AlarmAction.warn
+
+
+@dataclass
+class AlarmConfig:
+    """Signs of a collapse, each with a threshold that the shipped tasks keep well away from. ``start``: the first window."""
+
+    beta: AlarmRule = field(default_factory=lambda: AlarmRule(5.0))  # times its start, or 0.02 nats where that is less
+    ess: AlarmRule = field(default_factory=lambda: AlarmRule(0.05))  # below it
+    kl: AlarmRule = field(default_factory=lambda: AlarmRule(0.1))  # nats per token, above it
+    entropy: AlarmRule = field(default_factory=lambda: AlarmRule(0.01))  # below this share of its start
+    gradient: AlarmRule = field(default_factory=lambda: AlarmRule(10.0))  # times its start
+    length: AlarmRule = field(default_factory=lambda: AlarmRule(10.0))  # times longer or shorter than at its start
+    hysteresis: float = 0.2  # share of the threshold by which a value has to recede before the rule can fire again
+    lr_factor: float = 0.5
+
+
+@dataclass
 class SweepConfig:
     """What a sweep is compared by, said before it runs. ``baseline`` is an arm, e.g. ``precision=fp32``."""
 
@@ -365,6 +400,7 @@ class Config:
     tracker: TrackerConfig = MISSING
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    alarm: AlarmConfig = field(default_factory=AlarmConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = 0
     runs_dir: str = "runs"

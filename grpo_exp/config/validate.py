@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin
 
 from ..assets import check_known, locate
 from ..errors import ConfigError
+from .alarms import alarm_problems
 from .corrections import correction_problems
 from .messages import allowed, leaves
 from .rollouts import engine_problems, rollout_problems
@@ -24,7 +25,7 @@ COUNT_OR_ZERO = "0 or more"
 
 
 def value_problems(config: Config) -> list[ConfigError]:
-    """Every problem of the groups model, precision, rollout, algo, optim and trainer."""
+    """Every problem of the groups model, precision, rollout, algo, correction, optim and alarm, and of trainer."""
     wrong_types = type_problems(config)
     if wrong_types:  # nothing else can be said about such values
         return wrong_types
@@ -41,6 +42,7 @@ def value_problems(config: Config) -> list[ConfigError]:
         *rollout_problems(config),
         *_algo_problems(config),
         *correction_problems(config),
+        *alarm_problems(config.alarm),
     ]
 
 

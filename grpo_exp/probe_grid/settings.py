@@ -166,7 +166,7 @@ def _value_problems(settings: ProbeSettings) -> list[ConfigError]:
         if not values or "auto" in parsed or (None in parsed and "head" not in name):
             follows = " and null" if "head" in name else ""
             problems.append(ConfigError(key, _shown(values), f"a list of {', '.join(NAMES)}{follows}"))
-    options = sorted(path.stem for path in (CONF_DIR / "rollout").glob("*.yaml"))
+    options = sorted({path.stem for path in (CONF_DIR / "rollout").glob("*.yaml")} - {"replay"})
     for engine in settings.engine or [""]:
         if engine not in options:
             problems.append(ConfigError("probe.engine", engine, options))

@@ -55,6 +55,16 @@ def to_json(summary: Summary) -> str:
             }
             for item in summary.confounds
         ],
+        "replays": [
+            {
+                "arm": gap.arm,
+                "baseline": gap.baseline,
+                "num_pairs": gap.num_pairs,
+                "num_steps": gap.num_steps,
+                "values": dict(gap.values),
+            }
+            for gap in summary.replays
+        ],
         "runs": [_run(values) for values in summary.runs],
         "notes": list(summary.notes),
     }

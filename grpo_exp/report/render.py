@@ -18,6 +18,7 @@ from .layout import Grid, Lines
 from .load import ABSENT, RunState
 from .measures import DECOMPOSITION, DEFAULT_METRIC, start_of
 from .numbers import decimals_for, in_bytes, plain
+from .replays import replay_table
 from .stats import Estimate
 from .tables import SITES, ArmSummary, Comparison, RunValues, Summary
 
@@ -37,6 +38,7 @@ def sections(summary: Summary) -> list[Grid | Lines]:
             _cost(summary),
             _precision(summary),
             *_decomposition(summary),
+            *replay_table(summary.replays),
             _confounds(summary),
         ]
     if summary.not_counted:

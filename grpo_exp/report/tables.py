@@ -15,6 +15,7 @@ from .confounds import Confound, find_confounds
 from .inference import question_error
 from .load import ABSENT, RunRecord, RunState, as_text, section
 from .measures import DEFAULT_METRIC, Measure, measures
+from .replays import ReplayGap, replay_gaps
 from .stats import Difference, Estimate, difference, estimate, mean
 from .verdict import Count, Evidence, Rules, Sides, collapses, declared_rules, evidence, in_words
 
@@ -68,6 +69,7 @@ class Summary:
     comparisons: tuple[Comparison, ...]
     confounds: tuple[Confound, ...]
     notes: tuple[str, ...]
+    replays: tuple[ReplayGap, ...] = ()
 
     @cached_property
     def not_counted(self) -> tuple[RunValues, ...]:
@@ -126,6 +128,10 @@ def summarise(
         comparisons=_comparisons(plan, pairs, by_arm, metric, rules, level),
         confounds=tuple(find_confounds(plan.arms, plan.factors)),
         notes=tuple(notes),
+        replays=replay_gaps(
+            {arm: [item.run for item in found if item.run.is_done] for arm, found in by_arm.items()},
+            {arm: None if other is None else other.name for arm, other in pairs.items()},
+        ),
     )
 
 

@@ -36,6 +36,7 @@ ENVIRONMENTS = {
         "DO_NOT_TRACK": "1",
     },
     Backend.vllm_server: {},
+    Backend.replay: {},
 }
 """What has to be set before an engine's package is imported; what the user has set wins."""
 

@@ -14,6 +14,7 @@ from ..tasks import Task
 from .aside import Codec
 from .pool import OnEvent, WorkerPool
 from .process import Spawned, spawn_workers
+from .replay import ReplaySource
 from .source import RolloutSource
 from .types import EngineSpec
 
@@ -21,6 +22,7 @@ ENGINES = {
     Backend.hf: "grpo_exp.rollout.hf:HFEngine",
     Backend.vllm: "grpo_exp.rollout.vllm:VllmEngine",
     Backend.vllm_server: "grpo_exp.rollout.vllm_server:VllmServerEngine",
+    Backend.replay: "grpo_exp.rollout.hf:HFEngine",  # for evaluation
 }
 """Backend → factory, a callable that takes an :class:`EngineSpec` and is imported in the worker."""
 
@@ -40,7 +42,8 @@ def start_source(
     pool = WorkerPool(config.rollout, spawned or spawn_workers(config.rollout, log_dir), log_dir, on_event)
     try:
         pool.initialise(engine_spec(config, precision, device, log_dir.parent), should_stop)
-        return RolloutSource(config, task, codec, pool, on_event, should_stop)
+        kind = ReplaySource if config.rollout.backend is Backend.replay else RolloutSource
+        return kind(config, task, codec, pool, on_event, should_stop)
     except BaseException:
         pool.close()
         raise
@@ -73,7 +76,7 @@ def engine_spec(config: Config, precision: Precision, device: str, folder: Path 
 def engine_options(rollout: RolloutConfig, folder: Path) -> dict[str, Any]:
     """What only some engines have."""
     match rollout.backend:
-        case Backend.hf:
+        case Backend.hf | Backend.replay:
             return {}
         case Backend.vllm:
             return asdict(rollout.vllm)
