@@ -7,6 +7,7 @@ for one version. The mathematics is in :mod:`grpo_exp.algo.decomposition`.
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -39,11 +40,23 @@ class Fresh:
 class Decomposer:
     """Takes the gap apart when it is due and not too dear; ``progress.probe_s`` has what that has cost."""
 
-    def __init__(self, config: Config, policy: Policy, wall_s: Callable[[], float], on_event: OnEvent) -> None:
-        """``wall_s``: seconds of training so far, for the bound on the share of it."""
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        wall_s: Callable[[], float],
+        on_event: OnEvent,
+        unwatched: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """How a run is probed.
+
+        Args:
+            wall_s: seconds of training so far, for the bound on the share of it.
+            unwatched: a context in which nobody takes the dtypes that are computed in for those of the run.
+        """
         self.config, self.policy, self.wall_s, self.on_event = config, policy, wall_s, on_event
+        self.unwatched = unwatched
         self.temperature = config.rollout.temperature
-        self.clip = (config.algo.clip_low, config.algo.clip_high)
         self._last_s = 0.0
 
     def sample(self, source: RolloutSource, progress: Progress) -> Fresh | None:
@@ -53,9 +66,7 @@ class Decomposer:
             Interrupted: if the run was asked to stop.
         """
         every = self.config.probe.every
-        is_due = every and (progress.step + 1) % every == 0
-        # not before the first update: until then the dtypes that the model computes in are being watched
-        if not is_due or not progress.update or not self._affordable(progress):
+        if not every or (progress.step + 1) % every or not self._affordable(progress):
             return None
         start = time.perf_counter()
         batch = self._build(source, progress.update)
@@ -83,7 +94,7 @@ class Decomposer:
         own = self._logprobs(self.policy, batch.micro_batches)
         lower = self._lowered_policy()
         weights = rounded(self.policy.model, self.policy.precision.wire, self.policy.precision.rollout)
-        with swapped(self.policy.model, weights):
+        with self.unwatched(), swapped(self.policy.model, weights):
             lowered = self._logprobs(lower, batch.micro_batches)
             alone = self._logprobs(lower, [row for mb in batch.micro_batches for row in self._rows(batch, mb)])
         return Fresh(batch, version, own, lowered, alone)
@@ -96,7 +107,7 @@ class Decomposer:
             for name in ("mu", "advantages", "sequence", "position")
         }
         parts = decompose(Scores(joined["mu"], fresh.own, fresh.lowered, fresh.alone, later))
-        return decomposition_metrics(parts, **joined, clip=self.clip) | {"tokens": len(later)}
+        return decomposition_metrics(parts, **joined, clip=self.config.algo.clip) | {"tokens": len(later)}
 
     def _affordable(self, progress: Progress) -> bool:
         """Whether another probe as dear as the last one keeps within the share; the first one is taken at its word."""

@@ -15,6 +15,7 @@ from .algo.correction import Correction, correction_metrics
 from .algo.mismatch import mismatch_metrics
 from .algo.stats import completion_stats
 from .batch import StepBatch
+from .config.schema import AlgoConfig
 
 METRICS: dict[str, tuple[str, str]] = {
     "reward/mean": ("reward", "mean over the completions of the step that have a reward"),
@@ -142,14 +143,14 @@ class Passes:
     correction: Correction
 
 
-def step_metrics(batch: StepBatch, passes: Passes, clip: tuple[float, float]) -> dict[str, float]:
+def step_metrics(batch: StepBatch, passes: Passes, algo: AlgoConfig) -> dict[str, float]:
     """Everything that follows from the batch and the passes over it."""
     valid = batch.rewards[batch.rewards.isfinite()].double()  # float64: a mean over many rewards
     advantages = batch.advantages
     num_kept = int((~advantages.dropped).sum())
     lengths = torch.tensor([len(rollout.token_ids) for rollout in batch.rollouts])
     truncated = torch.tensor([not rollout.finished for rollout in batch.rollouts])
-    mismatch = mismatch_metrics(passes.mu, passes.old, passes.sequence, passes.position, passes.staleness, clip)
+    mismatch = mismatch_metrics(passes.mu, passes.old, passes.sequence, passes.position, passes.staleness, algo.clip)
     correction = correction_metrics(passes.correction, passes.sequence)
     return {
         "reward/mean": float(valid.mean()) if len(valid) else math.nan,

@@ -4,6 +4,9 @@ It happens after start-up and after the first applied step. Both are written to 
 nothing was seen of, ends the run.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from .device import num_ranks
@@ -48,6 +51,18 @@ class ReadBack:
         self._probe = None
         self._check("first_step", observed)
         self.audit.check_complete()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For computations with the model that are not the run's own: their dtypes are not looked at."""
+        probe = self._probe
+        if probe is not None:
+            probe.is_paused = True
+        try:
+            yield
+        finally:
+            if probe is not None:
+                probe.is_paused = False
 
     def write(self) -> None:
         """Declared and observed, with the reasons, into the manifest, and the machine on which that is so."""

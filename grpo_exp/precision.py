@@ -183,6 +183,7 @@ class DtypeProbe:
 
     def __init__(self, module: nn.Module, skip: nn.Module | None = None) -> None:
         self.seen: set[torch.dtype] = set()
+        self.is_paused = False
         self._handles = [
             layer.register_forward_hook(self._record)
             for layer in module.modules()
@@ -190,7 +191,8 @@ class DtypeProbe:
         ]
 
     def _record(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.seen.add(output.dtype)
+        if not self.is_paused:
+            self.seen.add(output.dtype)
 
     def observed(self) -> str:
         return "+".join(sorted(dtype_name(dtype) for dtype in self.seen)) or "none"

@@ -9,6 +9,7 @@ from torch import nn
 from .batch import StepBatch
 from .callbacks import Callbacks
 from .checkpoint import Progress
+from .config.schema import AlgoConfig
 from .folder import RunFolder
 from .metrics import Passes, peak_memory_bytes, step_metrics
 from .optim import StepOutcome
@@ -42,10 +43,9 @@ class Recorder:
     """Writes rows to the run folder and shows them to tracker and callbacks."""
 
     def __init__(
-        self, folder: RunFolder, tracker: Tracker, callbacks: Callbacks, model: nn.Module, clip: tuple[float, float]
+        self, folder: RunFolder, tracker: Tracker, callbacks: Callbacks, model: nn.Module, algo: AlgoConfig
     ) -> None:
-        """``clip``: how far the policy ratio may be below and above 1."""
-        self.folder, self.tracker, self.callbacks, self.model, self.clip = folder, tracker, callbacks, model, clip
+        self.folder, self.tracker, self.callbacks, self.model, self.algo = folder, tracker, callbacks, model, algo
         self.params = next(model.parameters())
         self._warned = False
 
@@ -73,7 +73,7 @@ class Recorder:
             "wall_s": progress.wall_s,
             "samples": progress.samples,
             "tokens": progress.tokens,
-            **step_metrics(batch, passes, self.clip),
+            **step_metrics(batch, passes, self.algo),
             "grad/norm": outcome.grad_norm,
             "params/changed_frac": outcome.changed_frac,
             "lr": outcome.lr,

@@ -123,14 +123,10 @@ class AsyncGRPOTrainer:
         self.bounds = Bounds(config.trainer, len(self.task.train))
         self.should_stop, self._workers = should_stop, workers
         self.callbacks = Callbacks(callbacks or (), self.args)
-        self.recorder = Recorder(
-            self.folder,
-            tracker or NullTracker(),
-            self.callbacks,
-            self.model,
-            (config.algo.clip_low, config.algo.clip_high),
+        self.recorder = Recorder(self.folder, tracker or NullTracker(), self.callbacks, self.model, config.algo)
+        self.decomposer = Decomposer(
+            config, self.policy, lambda: self.recorder.wall_s, self._event, self.read_back.paused
         )
-        self.decomposer = Decomposer(config, self.policy, lambda: self.recorder.wall_s, self._event)
         self.older = OlderWeights(self.policy, config.rollout.temperature, config.rollout.staleness_bound)
         self._starts_tracker = tracker is None
         self.alarm = Alarm(config.alarm)

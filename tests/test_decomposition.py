@@ -197,8 +197,8 @@ def test_scoring_in_the_dtypes_of_the_generator_leaves_the_trainer_as_it_was() -
     ("step", "updates", "spent", "max_share", "is_made"),
     [
         (3, 3, 0.0, 0.05, True),
+        (3, 0, 0.0, 0.05, True),
         (2, 2, 0.0, 0.05, False),  # not due
-        (3, 0, 0.0, 0.05, False),  # nothing was updated yet
         (3, 3, 6.0, 0.05, False),  # 6 s of 100
         (3, 3, 4.0, 0.05, True),
         (3, 3, 0.0, 0.0, False),
@@ -233,7 +233,9 @@ def test_a_probe_that_costs_too_much_is_left_out_and_said_to_be(tmp_path: Path) 
 
 
 def test_a_stop_during_a_probe_loses_no_group(tmp_path: Path) -> None:
-    trainer = small_trainer(tmp_path, LOCKSTEP, "probe.every=2", "trainer.eval_every=0")
+    """And what the probe computes in, right after a resume, is not taken for what the trainer computes in."""
+    overrides = LOCKSTEP, "precision=fp32_rollout_bf16", "probe.every=2", "trainer.eval_every=0"
+    trainer = small_trainer(tmp_path, *overrides)
 
     def stopped(num_groups: int) -> Any:
         raise Interrupted
@@ -247,7 +249,7 @@ def test_a_stop_during_a_probe_loses_no_group(tmp_path: Path) -> None:
     trainer._start = start_with_a_stop  # type: ignore[method-assign]
     assert trainer.train().name == "preempted"
     assert status(tmp_path)["step"] == 1
-    resumed = small_trainer(tmp_path, LOCKSTEP, "probe.every=2", "trainer.eval_every=0")
+    resumed = small_trainer(tmp_path, *overrides)
     assert resumed.train(resume_from_checkpoint=True).name == "done"
     assert [row["step"] for row in metrics(tmp_path) if "probe/share" in row] == [2, 4]
 
@@ -276,7 +278,7 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_without_learning_alpha_is_0_and_beta_stays_what_it_is(frozen: Path) -> None:
     rows = probes(frozen)
-    assert [row["step"] for row in rows] == list(range(2, 21))
+    assert [row["step"] for row in rows] == list(range(1, 21))
     for row in rows:
         check_sums(row)
         assert row["probe/lag"] == 1
@@ -309,14 +311,14 @@ def test_a_probe_changes_nothing_of_the_training(tmp_path: Path) -> None:
         rows = repeatable(metrics(tmp_path / str(every)))
         runs.append([{key: value for key, value in row.items() if not key.startswith("probe/")} for row in rows])
     assert runs[0] == runs[1]
-    assert len(probes(tmp_path / "1")) == 3
+    assert len(probes(tmp_path / "1")) == 4
 
 
 def test_with_workers_a_probe_is_of_the_current_version(tmp_path: Path) -> None:
     """In asynchronous training, where what is trained may be of the version before."""
     small_trainer(tmp_path, "rollout=hf", "precision=bf16", "probe.every=1", "trainer.max_steps=5").train()
     rows = probes(tmp_path)
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
         check_sums(row)
         assert row["probe/alpha_abs_mean"] > 0
