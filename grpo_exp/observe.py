@@ -33,6 +33,15 @@ class ReadBack:
         """
         self._check("startup", self._before_training(generator))
 
+    def at_first_sync(self, generator: dict[str, str]) -> None:
+        """Once more where log-probabilities say that something is wrong: a dtype that explains it is named.
+
+        Raises:
+            RunFailed: at a difference.
+        """
+        seen = {} if self._probe is None or not self._probe.seen else {"compute": self._probe.observed()}
+        self._check("first_sync", self._before_training(generator) | seen)
+
     def after_first_step(self, generator: dict[str, str]) -> None:
         """Every site, while the gradients of the first applied step are still there; later calls do nothing.
 

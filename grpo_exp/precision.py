@@ -150,7 +150,7 @@ def observed_dtypes(tensors: Iterable[Tensor | None]) -> str:
 
 
 class Audit:
-    """Declared against observed dtypes, in two phases: ``startup`` and ``first_step``."""
+    """Declared against observed dtypes, by phase: ``startup``, ``first_step``, and ``first_sync`` where that went wrong."""
 
     def __init__(self, precision: Precision) -> None:
         self.declared = precision.declared()

@@ -349,7 +349,11 @@ class AsyncGRPOTrainer:
         self.recorder.begin(self.progress, self.source.pool)
         self.callbacks.state.max_steps = self.bounds.horizon
         self.callbacks.call("on_train_begin", model=self.model)
-        first_sync = check_first_sync(self.source, self.policy, self.config.rollout.temperature)
+        try:
+            first_sync = check_first_sync(self.source, self.policy, self.config.rollout.temperature)
+        except RunFailed:
+            self.read_back.at_first_sync(self.source.pool.observed)  # says which site it is, if it is one
+            raise
         self.folder.update_manifest(generator=self.source.pool.about | {"first_sync": first_sync})
         if self.task.eval and not resumed:
             self._record({"step": 0, "time": time.time()} | self.source.evaluate(0).metrics())

@@ -46,13 +46,13 @@ def ends_with_a_difference(run: AsyncGRPOTrainer, path: Path, phase: str, site: 
 def test_a_callback_that_casts_the_model_stops_the_run(tmp_path: Path):
     """The read-back: an injected difference in the trainer."""
     run = trainer(tmp_path, "precision=fp32", callbacks=[Steps(lambda step: run.model.to(BF16) and None)])
-    ends_with_a_difference(run, tmp_path, "first_step", "params", "bf16")
+    ends_with_a_difference(run, tmp_path, "first_sync", "params", "bf16")
     assert manifest(tmp_path)["observed"]["startup"]["params"] == "fp32"
 
 
 @pytest.mark.parametrize(
     ("engine", "phase", "site", "found"),
-    [(ServesFp16, "startup", "rollout", "fp16"), (CastsItsHead, "first_step", "rollout_head", "bf16")],
+    [(ServesFp16, "startup", "rollout", "fp16"), (CastsItsHead, "first_sync", "rollout_head", "bf16")],
 )
 def test_a_generator_in_another_dtype_stops_the_run(
     engine: type[HFEngine], phase: str, site: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,7 +73,7 @@ def test_an_autocast_that_someone_adds_is_seen(tmp_path: Path):
             return forward(*args, **kwargs)
 
     run.policy.body.forward = lowered
-    ends_with_a_difference(run, tmp_path, "first_step", "compute", "bf16")
+    ends_with_a_difference(run, tmp_path, "first_sync", "compute", "bf16")
 
 
 def test_moments_in_another_dtype_are_seen(tmp_path: Path):
