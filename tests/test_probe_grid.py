@@ -122,6 +122,7 @@ def test_lists_may_be_written_without_brackets_and_dtypes_as_elsewhere() -> None
     ("override", "said"),
     [
         ("probe.rolout=[bf16]", "did you mean probe.rollout?"),
+        ("probe.every=5", "a setting of the probe inside a run"),
         ("probe.rollout=[bfloat]", "did you mean bf16?"),
         ("probe.rollout=[auto]", "a list of fp32, bf16, fp16"),
         ("probe.rollout=[]", "a list of fp32, bf16, fp16"),

@@ -1,6 +1,5 @@
 """Runs with rollout=vllm and rollout=vllm_server: they learn, they survive what kills an engine, they leave nothing behind."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 VLLM = ("rollout=vllm", "rollout.vllm.kv_cache_gib=0.0625", "probe.every=0")
 SERVER = ("rollout=vllm_server", "rollout.vllm.kv_cache_gib=0.0625", "probe.every=0", "trainer.eval_every=0")
 LEARNS = (
-    "trainer.max_steps=60", "trainer.prompts_per_step=16", "algo.group_size=8", "task.num_train=2048",
+    "trainer.max_steps=40", "trainer.prompts_per_step=16", "algo.group_size=8", "task.num_train=2048",
     "task.num_eval=64", "trainer.eval_every=0", "trainer.save_every=0",
 )  # fmt: skip
 
@@ -57,8 +56,10 @@ class After:
             self.act()
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """Named shared memory that some processes have mapped."""
+    maps = [line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    return {Path(line.split()[5]) for line in maps if "/dev/shm/" in line}
 
 
 def gone(processes: list[psutil.Process], within_s: float) -> bool:
@@ -68,7 +69,6 @@ def gone(processes: list[psutil.Process], within_s: float) -> bool:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_reward_rises(tmp_path: Path, precision: str) -> None:
-    before = shared_memory()
     assert small_trainer(tmp_path, f"precision={precision}", *VLLM, *LEARNS).train() is State.done
     rows = [row for row in metrics(tmp_path) if "reward/mean" in row]
     rewards = [row["reward/mean"] for row in rows]
@@ -76,7 +76,6 @@ def test_the_reward_rises(tmp_path: Path, precision: str) -> None:
     observed = jsonl.read_json(tmp_path / "manifest.json")["precision"]["observed"]["first_step"]
     assert {observed[site] for site in ("rollout", "rollout_head", "kv_cache", "wire")} == {precision}
     assert not engines()
-    assert shared_memory() == before
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -129,7 +128,6 @@ small_trainer(Path({path!r}), {overrides!r}, *{rest!r}).train()
 @pytest.mark.parametrize("backend", [VLLM, SERVER], ids=["vllm", "vllm_server"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_run_whatever_ends_it(tmp_path: Path, backend: tuple[str, ...], number: int) -> None:
-    before = shared_memory()
     script = SCRIPT.format(
         tests=str(Path(__file__).parent), path=str(tmp_path), overrides="trainer.max_steps=100000", rest=backend
     )
@@ -141,14 +139,16 @@ def test_nothing_outlives_a_run_whatever_ends_it(tmp_path: Path, backend: tuple[
         assert time.monotonic() < deadline
         time.sleep(0.2)
     processes = psutil.Process(run.pid).children(recursive=True)
+    memory = shared_memory(processes)
     assert len(processes) > (3 if backend is SERVER else 0)
+    assert bool(memory) == (backend is SERVER)
     run.send_signal(number)
     run.wait(60)
     assert gone(processes, 10)
     deadline = time.monotonic() + 10
-    while shared_memory() - before and time.monotonic() < deadline:
+    while any(path.exists() for path in memory) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert shared_memory() - before == set()
+    assert not [path for path in memory if path.exists()]
 
 
 @pytest.mark.parametrize("victim", ["vllm_serve", "VLLM::EngineCore"])

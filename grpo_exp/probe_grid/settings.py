@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..config.compose import CONF_DIR
 from ..config.messages import allowed
+from ..config.schema import ProbeConfig
 from ..config.sites import NAMES, parse_dtype
 from ..errors import ConfigError, ConfigErrors
 
@@ -139,8 +141,7 @@ def parse_settings(overrides: list[str]) -> tuple[ProbeSettings, list[ConfigErro
         key, _, text = override.partition("=")
         name = key.removeprefix(PREFIX)
         if name not in types:
-            near = difflib.get_close_matches(name, types, n=1)
-            problems.append(ConfigError(key, text, list(types), f"did you mean {PREFIX}{near[0]}?" if near else ""))
+            problems.append(_unknown(key, text, types))
             continue
         try:
             value = yaml.safe_load(text)
@@ -151,6 +152,14 @@ def parse_settings(overrides: list[str]) -> tuple[ProbeSettings, list[ConfigErro
         except (yaml.YAMLError, OmegaConfBaseException):
             problems.append(ConfigError(key, text, allowed(name, ProbeSettings)))
     return settings, problems + _value_problems(settings)
+
+
+def _unknown(key: str, text: str, known: Iterable[str]) -> ConfigError:
+    near = difflib.get_close_matches(key.removeprefix(PREFIX), known, n=1)
+    fix = f"did you mean {PREFIX}{near[0]}?" if near else ""
+    if key.removeprefix(PREFIX) in {entry.name for entry in fields(ProbeConfig)}:
+        fix = "that is a setting of the probe inside a run"
+    return ConfigError(key, text, known, fix)
 
 
 def _value_problems(settings: ProbeSettings) -> list[ConfigError]:

@@ -5,6 +5,7 @@ or no longer what is multiplied with. So a matrix is read back through its own l
 its columns, bit for bit in any dtype, since all other products are zeros.
 """
 
+import logging
 import mmap
 import os
 import traceback
@@ -20,6 +21,9 @@ from ..sync.shm import Payload, checksum, tensors_in
 
 FIRST_COLUMNS, LATER_COLUMNS = 512, 16
 """Columns of a matrix that are read back after the first sync and after later ones, evenly spread, others each time."""
+
+NOISY = ("vllm.model_executor.model_loader.reload.layerwise",)
+"""Warns at every sync of layers that have no weights of their own; what is held is checked here anyway."""
 
 
 class WeightReceiver:
@@ -85,6 +89,8 @@ class WeightReceiver:
         from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
 
+        for name in NOISY:
+            logging.getLogger(name).setLevel(logging.ERROR)
         model = self.model_runner.get_model()
         tied = tied_head(model)
         with torch.inference_mode(), set_current_vllm_config(self.vllm_config):
