@@ -190,7 +190,13 @@ def test_the_options_of_the_group_do_what_their_names_say() -> None:
 
 # -- in a run: completions of the tiny model are always short, so a threshold that any length passes fires at once
 
-RINGS = ("alarm.entropy.window=1", "alarm.entropy.threshold=0.9999999", "optim.lr=0.05", "optim.warmup_steps=0", LOCKSTEP)
+RINGS = (
+    "alarm.entropy.window=1",
+    "alarm.entropy.threshold=0.9999999",
+    "optim.lr=0.05",
+    "optim.warmup_steps=0",
+    LOCKSTEP,
+)
 
 
 def rung(path: Path, *overrides: str, **arguments: Any) -> State:
