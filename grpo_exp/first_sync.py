@@ -24,25 +24,32 @@ def check_first_sync(source: RolloutSource, policy: Policy, temperature: float) 
     """One completion from every worker, scored by the trainer.
 
     Returns:
-        What the manifest says of it: number of tokens, mean and largest absolute difference, and the bound.
+        What the manifest says of it: number of tokens, those among them that the trainer itself has no finite value
+        for (an overflow, which its first step deals with), mean and largest absolute difference of the others
+        (None where there are none), and the bound.
 
     Raises:
         RunFailed: if they differ by more than rounding can explain.
         Interrupted: if the run was asked to stop.
     """
-    gaps = []
+    own, mu = [], []
     for prompt_ids, rollout in source.first_completions(MAX_TOKENS):
         batch = RowBatch.build([Completion(0, prompt_ids, rollout.token_ids)], policy.device)
         with torch.no_grad():
-            own, _ = policy.logprobs(batch, temperature)
-        gaps.append(np.abs(own.cpu().numpy() - rollout.mu))
-    gap = np.concatenate(gaps)
+            scored, _ = policy.logprobs(batch, temperature)
+        own.append(scored.cpu().numpy())
+        mu.append(rollout.mu)
+    trainer, generator = np.concatenate(own), np.concatenate(mu)
+    finite = np.isfinite(trainer)
+    gap = np.abs(trainer[finite] - generator[finite])
     bound = BOUNDS[coarsest(policy.precision)]
-    found = {"tokens": len(gap), "abs_mean": float(gap.mean()), "abs_max": float(gap.max()), "bound": bound}
-    if not found["abs_mean"] <= bound:
+    found = {"tokens": len(trainer), "nonfinite": int((~finite).sum()), "abs_mean": None, "abs_max": None, "bound": bound}
+    if len(gap):
+        found |= {"abs_mean": float(gap.mean()), "abs_max": float(gap.max())}
+    if len(gap) and not gap.mean() <= bound:
         raise RunFailed(
             f"the generator's log-probabilities are not the trainer's, though it holds the trainer's weights: mean absolute"
-            f" difference {found['abs_mean']:.3g} nats over {len(gap)} tokens, more than rounding explains ({bound:g})"
+            f" difference {gap.mean():.3g} nats over {len(gap)} tokens, more than rounding explains ({bound:g})"
         )
     return found
 

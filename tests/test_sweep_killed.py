@@ -48,7 +48,7 @@ def _trouble(folder: Path, line: tuple[str, ...]) -> Troubled:
     sweep.process.send_signal(signal.SIGINT)
     interrupted = sweep.end()
     statuses = {name: status(path) for name, path in found.items()}
-    steps = {name: one["step"] for name, one in statuses.items()}
+    steps = {name: metrics(path)[-1]["step"] for name, path in found.items()}  # a killed run's status may be older
 
     sweep = Command(*line, cwd=folder)
     wait_for(lambda: all(status(p)["state"] == "running" and step(p) > steps[n] + 1 for n, p in found.items()))

@@ -69,7 +69,7 @@ def test_memory_is_given_and_compilation_follows_the_device() -> None:
     ],
 )
 def test_what_biases_the_ratio_is_refused_for_training_and_allowed_for_evaluation(name: str, value: str) -> None:
-    for backend in Backend:
+    for backend in set(Backend) - {Backend.replay}:  # which samples nothing
         (problem,) = refused(f"rollout.backend={backend.name}", f"rollout.{name}={value}")
         assert problem.startswith(f"rollout.{name}={value}")
         assert "every ratio be biased" in problem
