@@ -43,7 +43,13 @@ def check_first_sync(source: RolloutSource, policy: Policy, temperature: float) 
     finite = np.isfinite(trainer)
     gap = np.abs(trainer[finite] - generator[finite])
     bound = BOUNDS[coarsest(policy.precision)]
-    found = {"tokens": len(trainer), "nonfinite": int((~finite).sum()), "abs_mean": None, "abs_max": None, "bound": bound}
+    found = {
+        "tokens": len(trainer),
+        "nonfinite": int((~finite).sum()),
+        "abs_mean": None,
+        "abs_max": None,
+        "bound": bound,
+    }
     if len(gap):
         found |= {"abs_mean": float(gap.mean()), "abs_max": float(gap.max())}
     if len(gap) and not gap.mean() <= bound:

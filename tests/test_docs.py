@@ -47,8 +47,9 @@ SMALLER = {
     " rollout=lockstep",
     "grpo-exp probe probe.num_prompts=8 probe.max_new_tokens=8": "grpo-exp probe probe.num_prompts=4 probe.max_new_tokens=4"
     " probe.rollout=bf16 rollout.num_workers=0",
+    "grpo-exp compare runs --fail-if-confounded": "grpo-exp compare runs/precision-* --fail-if-confounded",
 }
-"""Command → what is run: the same with fewer and smaller steps."""
+"""Command → what is run: the same with fewer and smaller steps, or on the runs of one sweep among others."""
 
 COMPOSED = {
     "grpo-exp debug=smoke precision=fp16 runs_dir=runs_smoke": "the walkthrough runs it with seed=1",

@@ -74,7 +74,9 @@ def test_a_cell_says_what_is_accepted(site: str, column: str, cell: str, monkeyp
     backend, device = COLUMNS[column]
     monkeypatch.setattr(hook, "supports_bf16", lambda device: True)
     monkeypatch.setattr(hook, "supports_tf32", lambda device: device.type == "cuda")
-    backends = list(Backend) if backend is None else [backend]
+    backends = (
+        [one for one in Backend if one is not Backend.replay] if backend is None else [backend]
+    )  # a replay serves nothing
     for one in backends:
         text = rows()[site][f"`rollout={one.name}`, CPU"] if cell == "as on the CPU" else cell
         allowed = {FOLLOWS[text]} if text in FOLLOWS else set(re.split(r",\s*", text))
