@@ -84,7 +84,7 @@ class Halves:
         groups = []
         for request, done in zip(requests, sorted(self.engine.generate(requests), key=lambda g: g.serial), strict=True):
             row = rows[request.serial % len(rows)]
-            texts = [self.codec.decode(row, rollout.token_ids) for rollout in done.rollouts]
+            texts = self.codec.decode([row] * size, [rollout.token_ids for rollout in done.rollouts])
             rewards: Any = reward(completions=texts, answer=[row["answer"]] * size)
             groups.append(Group(request.serial, request.prompt_ids, row, done.rollouts, 0, rewards))
         return groups

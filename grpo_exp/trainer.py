@@ -18,6 +18,7 @@ import torch
 
 from . import checkpoint
 from .alarm import Alarm
+from .allocator import keep_freed_memory
 from .args import AsyncGRPOConfig
 from .assets import locate
 from .batch import StepBatch, build_batch
@@ -109,6 +110,8 @@ class AsyncGRPOTrainer:
         own_dtype = read_checkpoint_dtype(source, kwargs, config.model.trust_remote_code)
         self.precision = resolve(config.precision, own_dtype, self.device, kwargs, config.optim.eps)
         torch.set_num_threads(config.trainer.num_threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.model = load_policy(source, kwargs, self.precision.params, config.model.trust_remote_code, self.device)
         self.policy = Policy(self.model, self.precision, config.trainer.logprob_chunk)
         self.optimizer = Optimizer(self.model, config.optim, self.precision)

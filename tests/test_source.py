@@ -75,11 +75,11 @@ def spoiled(generated: Generated, what: str) -> Generated:
     first, *rest = generated.rollouts
     match what:
         case "a log-prob is missing":
-            bad = replace(first, mu=first.mu[:-1])
+            bad = first._replace(mu=first.mu[:-1])
         case "a log-prob is NaN":
-            bad = replace(first, mu=np.array([-1.0, np.nan, -1.0], np.float32))
+            bad = first._replace(mu=np.array([-1.0, np.nan, -1.0], np.float32))
         case "no tokens":
-            bad = replace(first, token_ids=[], mu=first.mu[:0], versions=first.versions[:0])
+            bad = first._replace(token_ids=[], mu=first.mu[:0], versions=first.versions[:0])
         case "a completion is missing":
             return replace(generated, rollouts=rest)
     return replace(generated, rollouts=[bad, *rest])
@@ -128,7 +128,7 @@ def test_the_version_of_a_group_is_the_oldest_of_its_tokens() -> None:
 
     def answer(request: Request, version: int) -> Item:
         generated = completed(request, 4)
-        mixed = replace(generated.rollouts[1], versions=np.array([3, 4, 4], np.int32))
+        mixed = generated.rollouts[1]._replace(versions=np.array([3, 4, 4], np.int32))
         return replace(generated, rollouts=[generated.rollouts[0], mixed, generated.rollouts[2]])
 
     source, _ = make_source(answer)

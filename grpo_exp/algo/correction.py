@@ -129,7 +129,7 @@ def correction_metrics(correction: Correction, sequence: Tensor) -> dict[str, fl
         token; ``nonfinite``, the number of tokens whose raw weight is NaN or beyond float32.
     """
     raw, weight = correction.log_raw.double().exp(), correction.weight.double()  # float64: sums over many tokens
-    sequences = torch.unique(sequence)
+    num_sequences = len(torch.unique(sequence))
     values = {
         "raw_mean": raw.mean(),
         "raw_sd": raw.std(correction=0),
@@ -140,7 +140,7 @@ def correction_metrics(correction: Correction, sequence: Tensor) -> dict[str, fl
         "weight_max": weight.max(),
         "ess": weight.sum().square() / (len(weight) * weight.square().sum()),
         "kept": correction.kept.double().mean(),  # float64: as above
-        "kept_sequences": weight.new_tensor(len(torch.unique(sequence[correction.kept])) / len(sequences)),
+        "kept_sequences": weight.new_tensor(len(torch.unique(sequence[correction.kept])) / num_sequences),
         "nonfinite": (~correction.log_raw.float().exp().isfinite()).sum().to(weight),  # float32: the weights' dtype
     }
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))

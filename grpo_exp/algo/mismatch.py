@@ -85,12 +85,12 @@ def drift_slope(d: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
     The least-squares slope, with an intercept, of ``S_t = d_1 + … + d_t`` against ``t``, over all tokens of all sequences
     at once. NaN where all tokens have the same position.
     """
-    place = torch.unique(sequence, return_inverse=True)[1]
-    order = (place * (position.max() + 1) + position).argsort()
-    d, place, t = d[order], place[order], (position[order] + 1).to(d)
+    order = (sequence * (position.max() + 1) + position).argsort()
+    d, t = d[order], (position[order] + 1).to(d)
+    _, place, count = torch.unique_consecutive(sequence[order], return_inverse=True, return_counts=True)
     total = d.cumsum(0)
-    before = sequence_sums(d, place).cumsum(0) - sequence_sums(d, place)  # all the sequences that come first
-    running = total - before[place]
+    ends = total[count.cumsum(0) - 1]
+    running = total - torch.cat([ends.new_zeros(1), ends[:-1]])[place]  # less all the sequences that come first
     t = t - t.mean()
     return 1000 * (t * (running - running.mean())).sum() / t.square().sum()
 
@@ -106,11 +106,16 @@ def pearson(a: Tensor, b: Tensor) -> Tensor:
 def by_probability(values: Tensor, mu: Tensor) -> dict[str, Tensor]:
     """Means by band of ``exp(mu)``: below .01, .01 to .1, .1 to .5, .5 to .9 and above .9; NaN in an empty one."""
     band = torch.bucketize(mu.exp(), mu.new_tensor(PROBABILITIES), right=True)
-    return {name: values[band == index].mean() for index, name in enumerate(BANDS)}
+    return dict(zip(BANDS, _means_by(values, band, len(BANDS)), strict=True))
 
 
 def _by_staleness(values: Tensor, staleness: Tensor) -> dict[str, Tensor]:
-    return {name: values[staleness.clamp(max=len(LAGS) - 1) == lag].mean() for lag, name in enumerate(LAGS)}
+    return dict(zip(LAGS, _means_by(values, staleness.clamp(max=len(LAGS) - 1), len(LAGS)), strict=True))
+
+
+def _means_by(values: Tensor, kind: Tensor, count: int) -> Tensor:
+    """The mean over each of ``count`` kinds, [count]; NaN where there is none of it."""
+    return torch.bincount(kind, values, minlength=count) / torch.bincount(kind, minlength=count)
 
 
 def _outside(d: Tensor, low: float, high: float) -> Tensor:

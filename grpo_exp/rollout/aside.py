@@ -14,7 +14,7 @@ class Codec(Protocol):
     """Text to ids and back: :class:`grpo_exp.tokens.Codec`."""
 
     def encode(self, rows: Sequence[Row]) -> list[list[int]]: ...
-    def decode(self, row: Row, token_ids: list[int]) -> Any: ...
+    def decode(self, rows: Sequence[Row], token_ids: Sequence[list[int]]) -> list[Any]: ...
 
 
 @dataclass
@@ -56,7 +56,7 @@ def accuracy(task: Task, codec: Codec, rows: list[Row], rollouts: list[Rollout])
     names = {name for row in rows for name in row} - {"prompt"}
     columns: dict[str, list[Any]] = {
         "prompts": [row["prompt"] for row in rows],
-        "completions": [codec.decode(row, r.token_ids) for row, r in zip(rows, rollouts, strict=True)],
+        "completions": codec.decode(rows, [rollout.token_ids for rollout in rollouts]),
         "completion_ids": [rollout.token_ids for rollout in rollouts],
         **{name: [row.get(name) for row in rows] for name in sorted(names)},
     }

@@ -101,9 +101,21 @@ class WorkerLoop:
             return
         self.send(("started", [request.serial for request in batch]))
         open_serials = [request.serial for request in batch]
+        ended: list[Generated] = []  # since the last step: one message for all of them
         error = "the engine ended without an answer"
 
+        def send_ended() -> None:
+            nonlocal ended
+            if ended:
+                if len(open_serials) == len(batch):  # before the trainer can train on anything of this batch
+                    self.send(("observed", self.engine.observed()))
+                for generated in ended:
+                    open_serials.remove(generated.serial)
+                self.send(("generated", ended))
+                ended = []
+
         def between_steps() -> None:
+            send_ended()
             drain()
             if self.in_flight:
                 self.apply_sync()
@@ -112,13 +124,11 @@ class WorkerLoop:
         num_tokens = 0
         try:
             for generated in self.engine.generate(batch, between_steps):
-                if len(open_serials) == len(batch):  # before the trainer can train on anything of this batch
-                    self.send(("observed", self.engine.observed()))
-                open_serials.remove(generated.serial)
-                num_tokens += sum(len(rollout.token_ids) for rollout in generated.rollouts)
-                self.send(("generated", generated))
+                ended.append(generated)
+                num_tokens += generated.num_tokens
         except Exception:
             error = traceback.format_exc()
+        send_ended()
         if open_serials:
             self.send(("failed", (open_serials, error)))
         self.send(("batch", (num_tokens, time.perf_counter() - start)))
@@ -173,8 +183,7 @@ class JoiningLoop(WorkerLoop):
         self._busy_s += time.perf_counter() - start
         if answers:
             self._report()
-        for answer in answers:
-            self._answer(answer)
+            self._answer(answers)
         if answers or not self.joining.num_running:
             self.send(("batch", (self._num_tokens, self._busy_s)))
             self._num_tokens, self._busy_s = 0, 0.0
@@ -200,12 +209,12 @@ class JoiningLoop(WorkerLoop):
             self._observed = observed
             self.send(("observed", observed))
 
-    def _answer(self, answer: Generated | Unanswered) -> None:
-        match answer:
-            case Generated():
-                self._num_tokens += sum(len(rollout.token_ids) for rollout in answer.rollouts)
-                self.send(("generated", answer))
-            case Unanswered():
+    def _answer(self, answers: list[Generated | Unanswered]) -> None:
+        if ended := [answer for answer in answers if isinstance(answer, Generated)]:
+            self._num_tokens += sum(generated.num_tokens for generated in ended)
+            self.send(("generated", ended))
+        for answer in answers:
+            if isinstance(answer, Unanswered):
                 self.send(("failed", ([answer.serial], answer.error)))
 
 

@@ -164,10 +164,11 @@ class WorkerPool:
             case "started":
                 member.started_at |= dict.fromkeys(body, time.monotonic())
             case "generated":
-                self._end(member, body.serial)
-                self.attempts.pop(body.serial, None)  # the next evaluation uses its serials again
                 member.failures_in_a_row = 0
-                self._inbox.append(body)
+                for generated in body:
+                    self._end(member, generated.serial)
+                    self.attempts.pop(generated.serial, None)  # the next evaluation uses its serials again
+                self._inbox.extend(body)
             case "batch":
                 num_tokens, seconds = body
                 self.num_tokens += num_tokens

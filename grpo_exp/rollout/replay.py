@@ -80,5 +80,5 @@ class ReplaySource(RolloutSource):
 
 
 def _moved(group: Group, later: int) -> Group:
-    rollouts = [replace(rollout, versions=rollout.versions + later) for rollout in group.rollouts]
+    rollouts = [rollout._replace(versions=rollout.versions + later) for rollout in group.rollouts]
     return replace(group, rollouts=rollouts, version=group.version + later)

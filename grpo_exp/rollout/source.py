@@ -271,8 +271,8 @@ class RolloutSource:
             self._reward(generated, self.stream.row(generated.serial))
 
     def _reward(self, generated: Generated, row: Row) -> None:
-        completions = [self.codec.decode(row, rollout.token_ids) for rollout in generated.rollouts]
-        self.rewards.submit(generated.serial, row, completions, [r.token_ids for r in generated.rollouts])
+        token_ids = [rollout.token_ids for rollout in generated.rollouts]
+        self.rewards.submit(generated.serial, row, self.codec.decode([row] * len(token_ids), token_ids), token_ids)
 
     def _collect_rewards(self) -> None:
         for result in self.rewards.poll():
@@ -286,9 +286,8 @@ class RolloutSource:
             if result.error is not None:
                 self._fail(result.serial, result.error)
                 continue
-            oldest = min(int(rollout.versions.min()) for rollout in generated.rollouts)
             prompt_ids, row = self._prompt_ids.pop(result.serial), self.stream.row(result.serial)
-            group = Group(result.serial, prompt_ids, row, generated.rollouts, oldest, result.rewards)
+            group = Group(result.serial, prompt_ids, row, generated.rollouts, generated.oldest_version, result.rewards)
             self.buffer.finish(group)
             self._progress = time.monotonic()
 

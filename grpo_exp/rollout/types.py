@@ -1,7 +1,7 @@
 """What travels between trainer and generator workers. Plain data, no torch: numpy arrays and lists."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,7 @@ class Request:
     shaping: Shaping = Shaping()
 
 
-@dataclass(frozen=True)
-class Rollout:
+class Rollout(NamedTuple):
     """One completion. ``mu`` is the log-probability of each sampled token after temperature, in fp32, nats."""
 
     token_ids: list[int]
@@ -71,6 +70,15 @@ class Generated:
     serial: int
     rollouts: list[Rollout]
     version: int  # loaded when its first token was sampled
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of all its tokens."""
+        return int(np.concatenate([rollout.versions for rollout in self.rollouts]).min())
 
     def problem(self) -> str | None:
         """Why these completions cannot be trained on: lengths that disagree are never padded."""

@@ -17,6 +17,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..allocator import keep_freed_memory
 from ..errors import ConfigError
 from .loop import Send, build_engine, loop_for
 from .process import die_with_parent
@@ -28,6 +29,7 @@ class Stop(BaseException):
 
 def main() -> None:
     die_with_parent()
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in a terminal reaches the whole group; the trainer decides
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # a cluster may signal every process of a job
         signal.signal(number, signal.SIG_IGN)
