@@ -13,7 +13,7 @@ from grpo_exp.config.compose import PACKAGE
 
 ROOT = PACKAGE.parent
 LAYERS = (
-    {"errors"},
+    {"allocator", "errors"},
     {"assets", "config", "jsonl"},
     {"alarm", "algo", "callbacks", "folder", "kernels", "manifest", "precision", "rollout.types", "tasks.types"},
     {
