@@ -150,7 +150,7 @@ def test_a_generator_that_keeps_its_old_weights_ends_the_run(tmp_path: Path, use
     """B5: it says that it has loaded them; its checksum says that it has not."""
     use_engine("DropsUpdates")
     with pytest.raises(
-        RunFailed, match=r"holds other weights than it was sent: version 1 with checksum \w{8}, not version 1"
+        RunFailed, match=r"holds other weights than it was sent: version 1 with checksum \w{16}, not version 1"
     ):
         small_trainer(tmp_path, LOCKSTEP).train()
     assert status(tmp_path)["updates"] <= 1

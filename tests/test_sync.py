@@ -1,5 +1,6 @@
 """Weights reach the generator bit for bit, or the run is told."""
 
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from grpo_exp.precision import DTYPES
 from grpo_exp.rollout.hf import HFEngine
 from grpo_exp.rollout.process import open_memory
 from grpo_exp.rollout.types import EngineSpec, Request
-from grpo_exp.sync.shm import Payload, Sender, canonical_name, check_fit, read, unique_parameters
+from grpo_exp.sync.shm import Payload, Sender, canonical_name, check_fit, tensors_in, unique_parameters
 
 NAMES = ("fp32", "bf16", "fp16")
 
@@ -47,7 +48,7 @@ def test_the_wire_carries_the_trainers_cast_bit_for_bit(fd: int, params: str, wi
     model = trained().to(DTYPES[params])
     payload = Sender(fd, DTYPES[wire], DTYPES[wire]).write(3, model)
     expected = {name: parameter.to(DTYPES[wire]) for name, parameter in unique_parameters(model).items()}
-    received = dict(read(fd, payload))
+    received = tensors_in(mmap.mmap(fd, 0), payload)
     assert received.keys() == expected.keys()
     for name, tensor in received.items():
         assert tensor.dtype == DTYPES[wire]

@@ -5,6 +5,7 @@ finished rows leave the batch. Between two decode steps the owner may load new w
 the tokens, so that every ``mu`` is exact for the version that its token carries.
 """
 
+import mmap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +37,7 @@ class HFEngine:
         self.head_dtype = DTYPES[spec.dtypes["rollout_head"]]
         self.version = -1
         self.loads = 0
+        self._memory: mmap.mmap | None = None
         eos = self.model.generation_config.eos_token_id
         eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         self.eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=self.device)
@@ -48,7 +50,9 @@ class HFEngine:
         """
         check_fit(self.model, payload)
         self.version = -1  # none, while weights of two versions are mixed
-        held = load_into(self.model, payload, fd)
+        if self._memory is None:  # once: touching every page anew would take longer than copying the weights
+            self._memory = mmap.mmap(fd, 0)
+        held = load_into(self.model, payload, self._memory)
         if self.head is not None:
             self._head_weight = self.head.weight.detach().to(self.head_dtype)
             self._head_bias = None if self.head.bias is None else self.head.bias.detach().to(self.head_dtype)

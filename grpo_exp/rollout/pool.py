@@ -200,7 +200,7 @@ class WorkerPool:
         if (version, held) != (self._payload.version, self._payload.checksum):
             raise RunFailed(
                 f"generator worker {member.process.index} holds other weights than it was sent: version {version} with"
-                f" checksum {held:08x}, not version {self._payload.version} with {self._payload.checksum:08x}"
+                f" checksum {held:016x}, not version {self._payload.version} with {self._payload.checksum:016x}"
             )
         member.version = version
         self.load_s += seconds

@@ -80,7 +80,7 @@ class WeightReceiver:
         if arrived != payload.checksum:
             raise RunFailed(
                 f"other weights arrived than were sent for version {payload.version} (wire {dtype_name(payload.dtype)}):"
-                f" checksum {arrived:08x}, expected {payload.checksum:08x}"
+                f" checksum {arrived:016x}, expected {payload.checksum:016x}"
             )
         check_names(self.model_runner.get_model(), weights)
         return weights

@@ -2,24 +2,26 @@
 
 The memory is an anonymous file whose descriptor the worker inherits: it has no name, so it cannot outlive the processes.
 The trainer writes only after the worker has acknowledged the version before, and to the other half of the file: so the
-version that is being served can be loaded again when the next one cannot.
+version that is being served stays where it is, and can be loaded again when the next one cannot.
 """
 
 import mmap
 import os
 import warnings
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from ..errors import RunFailed
 from ..precision import DTYPES, dtype_name
 
 ALIGNMENT, PAGE = 64, 4096
+CHUNK = 1 << 19
+"""Elements that are copied and then read once more for the checksum, while they are still in the processor's cache."""
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
 
 
@@ -76,12 +78,43 @@ def unique_parameters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+class Checksum:
+    """XXH3, 64 bits, of the bytes of some tensors in order: as quick as memory can be read."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def add(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            self._hash.update(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+
+    @property
+    def value(self) -> int:
+        return self._hash.intdigest()
+
+
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of the bytes of some tensors in order."""
-    total = 0
+    """The :class:`Checksum` of some tensors in order."""
+    total = Checksum()
     for tensor in tensors:
-        total = zlib.crc32(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().data, total)
-    return total
+        total.add(tensor)
+    return total.value
+
+
+@torch.no_grad()
+def copy_and_check(source: Tensor, target: Tensor, total: Checksum, held: torch.dtype | None = None) -> None:
+    """Copy into a tensor of the same shape or a flat one, cast to its dtype, and add what it holds then to a checksum.
+
+    Args:
+        held: the checksum is one of the target cast to this dtype.
+    """
+    if not target.is_contiguous():
+        target.copy_(source)
+        return total.add(target if held is None else target.to(held))
+    source, target = source.detach().reshape(-1), target.detach().view(-1)
+    for to, part in zip(torch.split(target, CHUNK), torch.split(source, CHUNK), strict=True):
+        to.copy_(part)
+        total.add(to if held is None else to.to(held))
 
 
 def _padded(num_bytes: int) -> int:
@@ -99,31 +132,27 @@ class Sender:
 
     def write(self, version: int, model: nn.Module) -> Payload:
         """Cast and copy every parameter; the result goes to the worker as a message."""
-        cast = {name: tensor.to(self.wire) for name, tensor in unique_parameters(model).items()}
-        sizes = [tensor.numel() * tensor.element_size() for tensor in cast.values()]
+        parameters = unique_parameters(model)
+        sizes = [tensor.numel() * self.wire.itemsize for tensor in parameters.values()]
         half = max(PAGE, sum(_padded(size) for size in sizes))
         if self._map is None:
             os.ftruncate(self.fd, 2 * half)
             self._map = mmap.mmap(self.fd, 2 * half)
         slots, offset = [], half * self._half
-        for (name, tensor), num_bytes in zip(cast.items(), sizes, strict=True):
+        for (name, tensor), num_bytes in zip(parameters.items(), sizes, strict=True):
             slots.append(Slot(name, tuple(tensor.shape), offset, num_bytes))
             offset += _padded(num_bytes)
         self._half = 1 - self._half
-        for slot, tensor in zip(slots, cast.values(), strict=True):
-            target = torch.frombuffer(self._map, dtype=self.wire, count=tensor.numel(), offset=slot.offset)
-            target.copy_(tensor.reshape(-1))
-        held = checksum(tensor.to(self.rollout) for tensor in cast.values())
-        return Payload(version, self.wire, tuple(slots), held)
-
-
-def read(fd: int, payload: Payload) -> Iterator[tuple[str, Tensor]]:
-    """The worker's side: name and tensor, valid until the next write but one."""
-    yield from tensors_in(mmap.mmap(fd, 0), payload).items()
+        held, total = None if self.rollout == self.wire else self.rollout, Checksum()
+        for slot, tensor in zip(slots, parameters.values(), strict=True):
+            if tensor.numel():
+                target = torch.frombuffer(self._map, dtype=self.wire, count=tensor.numel(), offset=slot.offset)
+                copy_and_check(tensor, target, total, held)
+        return Payload(version, self.wire, tuple(slots), total.value)
 
 
 def tensors_in(memory: mmap.mmap, payload: Payload) -> dict[str, Tensor]:
-    """Views of mapped memory, by name."""
+    """Views of mapped memory, by name, on the worker's side: valid until the next write but one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # nobody writes here
         return {
@@ -151,19 +180,29 @@ def check_fit(model: nn.Module, payload: Payload) -> None:
 
 
 @torch.no_grad()
-def load_into(model: nn.Module, payload: Payload, fd: int) -> int:
-    """Copy a payload that fits into an engine's model and return the checksum of what the model then holds.
+def load_into(model: nn.Module, payload: Payload, memory: mmap.mmap) -> int:
+    """Give an engine's model weights that fit and return the checksum of what it then holds.
+
+    On a CPU, in the wire's own dtype, its parameters become views of the shared memory: the trainer leaves that half of it
+    alone until this worker has loaded the version after. Elsewhere they are copied.
 
     Raises:
         RunFailed: if that is not what was sent.
     """
-    expected = unique_parameters(model)
-    for name, tensor in read(fd, payload):
-        expected[name].copy_(tensor)
-    held = checksum(expected[slot.name] for slot in payload.slots)
+    sent, own, total = tensors_in(memory, payload), unique_parameters(model), Checksum()
+    in_place = all(own[name].device.type == "cpu" and own[name].dtype == payload.dtype for name in sent)
+    for name, tensor in sent.items():
+        if in_place:
+            total.add(tensor)
+        else:
+            copy_and_check(tensor, own[name], total)
+    held = total.value
     if held != payload.checksum:
         raise RunFailed(
             f"the generator holds other weights than were sent for version {payload.version}"
-            f" (wire {dtype_name(payload.dtype)}): checksum {held:08x}, expected {payload.checksum:08x}"
+            f" (wire {dtype_name(payload.dtype)}): checksum {held:016x}, expected {payload.checksum:016x}"
         )
+    if in_place:
+        for name, parameter in model.named_parameters():
+            parameter.data = sent[canonical_name(name)]
     return held
