@@ -235,18 +235,15 @@ def test_a_probe_that_costs_too_much_is_left_out_and_said_to_be(tmp_path: Path) 
 def test_a_stop_during_a_probe_loses_no_group(tmp_path: Path) -> None:
     """And what the probe computes in, right after a resume, is not taken for what the trainer computes in."""
     overrides = LOCKSTEP, "precision=fp32_rollout_bf16", "probe.every=2", "trainer.eval_every=0"
-    trainer = small_trainer(tmp_path, *overrides)
 
     def stopped(num_groups: int) -> Any:
         raise Interrupted
 
-    start = trainer._start
+    class StopsTheProbe:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer.source.fresh_groups = stopped  # type: ignore[method-assign]
 
-    def start_with_a_stop(resume: Any) -> None:
-        start(resume)
-        trainer.source.fresh_groups = stopped  # type: ignore[method-assign]
-
-    trainer._start = start_with_a_stop  # type: ignore[method-assign]
+    trainer = small_trainer(tmp_path, *overrides, callbacks=[StopsTheProbe()])
     assert trainer.train().name == "preempted"
     assert status(tmp_path)["step"] == 1
     resumed = small_trainer(tmp_path, *overrides)

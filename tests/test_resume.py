@@ -24,6 +24,7 @@ from small_runs import (
 from grpo_exp import jsonl
 from grpo_exp.errors import ConfigError, RunFailed
 from grpo_exp.folder import State
+from grpo_exp.saving import save
 from grpo_exp.sync.shm import checksum, unique_parameters
 
 SAVE_ALL = ("trainer.save_every=1", "trainer.keep_checkpoints=100")
@@ -142,7 +143,7 @@ class FullQueue:
         while source.buffer.open:
             source.pump()
         self.waiting = sorted(source.buffer.ready)
-        self.trainer._save()
+        save(self.trainer)
         raise Crash
 
 
