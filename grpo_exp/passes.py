@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .algo.correction import Correction, correct
-from .algo.loss import ppo_clip
+from .algo.policy_loss import Tokens, policy_loss
 from .batch import MicroBatch, StepBatch
 from .config.schema import AlgoConfig, CorrectionConfig, Weight
 from .metrics import Passes
@@ -47,16 +47,10 @@ class PassRunner:
             micro_batch.sequence,
             self.correction,
         )
-        policy_loss = ppo_clip(
-            new[:, None],
-            correction.proximal[:, None],
-            micro_batch.advantages,
-            torch.ones_like(new[:, None], dtype=torch.bool),
-            self.algo.clip_low,
-            self.algo.clip_high,
-            self.algo.dual_clip,
+        found = policy_loss(
+            Tokens(new, correction.proximal, micro_batch.mu, micro_batch.advantages, micro_batch.sequence), self.algo
         )
-        loss = (policy_loss.per_token[:, 0] * correction.weight * micro_batch.weights).sum()
+        loss = (found.per_token * correction.weight * micro_batch.weights).sum()
         if micro_batch.has_gradient:
             (loss * scale).backward()  # type: ignore[no-untyped-call]
         return {
@@ -64,8 +58,8 @@ class PassRunner:
             "new": old,
             "old": old,
             "mu": micro_batch.mu,
-            "ratio": policy_loss.ratio[:, 0],
-            "clipped": policy_loss.clipped[:, 0],
+            "ratio": found.ratio,
+            "clipped": found.clipped,
             "entropy": entropy,
             "sequence": micro_batch.sequence,
             "position": micro_batch.position,

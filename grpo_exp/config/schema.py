@@ -77,6 +77,15 @@ class Advantage(Enum):
     rloo = "rloo"
 
 
+class Loss(Enum):
+    """The policy loss of a token; formulas and papers are in grpo_exp/algo/policy_loss.py."""
+
+    ppo_clip = "ppo_clip"
+    gspo = "gspo"  # one ratio per sequence
+    cispo = "cispo"  # REINFORCE with a truncated ratio
+    dppo_tv = "dppo_tv"  # kept within a difference of probabilities
+
+
 class Normalization(Enum):
     sequence_mean = "sequence_mean"
     token_mean = "token_mean"
@@ -264,9 +273,12 @@ class TaskConfig:
 
 @dataclass
 class AlgoConfig:
+    """``clip_low`` and ``clip_high`` bound the ratio around 1, and with ``dppo_tv`` the change of the probability."""
+
     group_size: int = 8
     advantage: Advantage = Advantage.grpo
     advantage_eps: float = 1e-4
+    loss: Loss = Loss.ppo_clip
     normalization: Normalization = Normalization.sequence_mean
     clip_low: float = 0.2
     clip_high: float = 0.2

@@ -11,6 +11,7 @@ from typing import Any, Union, get_args, get_origin
 from ..assets import check_known, locate
 from ..errors import ConfigError
 from .alarms import alarm_problems
+from .algos import algo_problems
 from .corrections import correction_problems
 from .messages import allowed, leaves
 from .rollouts import engine_problems, rollout_problems
@@ -40,7 +41,7 @@ def value_problems(config: Config) -> list[ConfigError]:
         *_count_problems(config),
         *_number_problems(config),
         *rollout_problems(config),
-        *_algo_problems(config),
+        *algo_problems(config),
         *correction_problems(config),
         *alarm_problems(config.alarm),
     ]
@@ -166,20 +167,3 @@ def _number_problems(config: Config) -> list[ConfigError]:
         *_refused({"optim.max_grad_norm": optim.max_grad_norm}, COUNT_OR_ZERO, lambda value: value >= 0),
         *_refused(decays, "a number from 0 up to, but not, 1", lambda value: 0 <= value < 1),
     ]
-
-
-def _algo_problems(config: Config) -> list[ConfigError]:
-    algo, problems = config.algo, []
-    if algo.group_size < 2:
-        problems.append(
-            ConfigError(
-                "algo.group_size", algo.group_size, "2 or more", "an advantage compares completions of one prompt"
-            )
-        )
-    if not 0 < algo.clip_low < 1:
-        problems.append(ConfigError("algo.clip_low", algo.clip_low, "a number between 0 and 1"))
-    if not algo.clip_high > 0:
-        problems.append(ConfigError("algo.clip_high", algo.clip_high, POSITIVE))
-    if algo.dual_clip is not None and not algo.dual_clip > 1:
-        problems.append(ConfigError("algo.dual_clip", algo.dual_clip, "null, or a number > 1"))
-    return problems
