@@ -418,7 +418,7 @@ def test_the_tables_of_the_run_folder_are_complete(run_folder: Path) -> None:
 
 def test_the_table_of_events_lists_every_event_in_the_code() -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "grpo_exp").rglob("*.py"))
-    written = re.findall(r'\.?_?(?:on_)?event\((?:self\.progress\.step, |step, |progress\.step, |0, )?"(\w+)"', source)
+    written = re.findall(r'\.?_?(?:on_)?event\((?:(?:\w+\.)*(?:step|0), )?"(\w+)"', source)
     assert {row[0].strip("`") for row in table("docs/run_folder.md", "event")} == set(written)
 
 
