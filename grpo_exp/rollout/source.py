@@ -60,6 +60,7 @@ class RolloutSource:
             config.seed,
         )
         self._prompt_ids: dict[int, list[int]] = {}
+        self._to_come: int | None = None  # groups that this run will still start; None: as many as there are
         self._generated: dict[int, Generated] = {}
         self._asides: dict[int, Aside] = {}
         self._purpose = ""  # of these, for an error
@@ -120,6 +121,9 @@ class RolloutSource:
                 case Generated():
                     self._generated_one(item)
         self._collect_rewards()
+        if awake is not None:  # there is time for it now
+            coming = self.config.trainer.prompts_per_step
+            self._encode(self.stream.coming_serials(coming if self._to_come is None else min(coming, self._to_come)))
 
     def _pump_or_fail(self) -> None:
         self.pump()
@@ -242,17 +246,22 @@ class RolloutSource:
     def _start_groups(self, steps_left: int | None) -> None:
         count = self.buffer.room()
         if steps_left is not None:
-            count = min(count, steps_left * self.config.trainer.prompts_per_step - self.buffer.num_held)
+            self._to_come = steps_left * self.config.trainer.prompts_per_step - self.buffer.num_held
+            count = min(count, self._to_come)
         serials = self.stream.next_serials(count) if count > 0 else []
+        if self._to_come is not None:
+            self._to_come -= len(serials)
         for serial in serials:
             self.buffer.start(serial, self.version)
-        if serials:
-            prompts = dict(
-                zip(serials, self.codec.encode([self.stream.row(serial) for serial in serials]), strict=True)
-            )
-            self._prompt_ids |= prompts
-            size = self.config.algo.group_size
-            self.pool.submit([self._request(serial, ids, size) for serial, ids in prompts.items()])
+        self._encode(serials)
+        size = self.config.algo.group_size
+        self.pool.submit([self._request(serial, self._prompt_ids[serial], size) for serial in serials])
+
+    def _encode(self, serials: list[int]) -> None:
+        """The prompts of these serials, where they are not known yet."""
+        if new := [serial for serial in serials if serial not in self._prompt_ids]:
+            prompts = self.codec.encode([self.stream.row(serial) for serial in new])
+            self._prompt_ids |= zip(new, prompts, strict=True)
 
     def _generated_one(self, generated: Generated) -> None:
         aside = self._asides.get(generated.serial)

@@ -32,6 +32,11 @@ class PromptStream:
     def exhausted(self) -> bool:
         return not self.again and self.limit is not None and self.cursor >= self.limit
 
+    def coming_serials(self, count: int) -> list[int]:
+        """Up to ``count`` serials that come next, without taking them."""
+        end = self.cursor + count if self.limit is None else min(self.cursor + count, self.limit)
+        return [*self.again, *range(self.cursor, end)][:count]
+
     def next_serials(self, count: int) -> list[int]:
         """Up to ``count`` serials, fewer at the end of the last epoch."""
         serials, self.again = self.again[:count], self.again[count:]

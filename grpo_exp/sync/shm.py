@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class Payload:
         return cls(body["version"], DTYPES[body["dtype"]], slots, body["checksum"])
 
 
+@cache
 def canonical_name(name: str) -> str:
     """A parameter's name in the checkpoint: without what wrappers put in front of it or in between."""
     before = ""
@@ -112,6 +114,9 @@ def copy_and_check(source: Tensor, target: Tensor, total: Checksum, held: torch.
         target.copy_(source)
         return total.add(target if held is None else target.to(held))
     source, target = source.detach().reshape(-1), target.detach().view(-1)
+    if len(target) <= CHUNK:
+        target.copy_(source)
+        return total.add(target if held is None else target.to(held))
     for to, part in zip(torch.split(target, CHUNK), torch.split(source, CHUNK), strict=True):
         to.copy_(part)
         total.add(to if held is None else to.to(held))
@@ -127,28 +132,35 @@ class Sender:
     def __init__(self, fd: int, wire: torch.dtype, rollout: torch.dtype) -> None:
         self.fd = fd
         self.wire, self.rollout = wire, rollout
-        self._map: mmap.mmap | None = None
+        self._halves: list[list[tuple[Slot, Tensor]]] = []
         self._half = 0
 
     def write(self, version: int, model: nn.Module) -> Payload:
         """Cast and copy every parameter; the result goes to the worker as a message."""
         parameters = unique_parameters(model)
-        sizes = [tensor.numel() * self.wire.itemsize for tensor in parameters.values()]
-        half = max(PAGE, sum(_padded(size) for size in sizes))
-        if self._map is None:
-            os.ftruncate(self.fd, 2 * half)
-            self._map = mmap.mmap(self.fd, 2 * half)
-        slots, offset = [], half * self._half
-        for (name, tensor), num_bytes in zip(parameters.items(), sizes, strict=True):
-            slots.append(Slot(name, tuple(tensor.shape), offset, num_bytes))
-            offset += _padded(num_bytes)
+        if not self._halves:
+            self._lay_out(parameters)
+        places = self._halves[self._half]
         self._half = 1 - self._half
         held, total = None if self.rollout == self.wire else self.rollout, Checksum()
-        for slot, tensor in zip(slots, parameters.values(), strict=True):
-            if tensor.numel():
-                target = torch.frombuffer(self._map, dtype=self.wire, count=tensor.numel(), offset=slot.offset)
-                copy_and_check(tensor, target, total, held)
-        return Payload(version, self.wire, tuple(slots), total.value)
+        for slot, target in places:
+            copy_and_check(parameters[slot.name], target, total, held)
+        return Payload(version, self.wire, tuple(slot for slot, _ in places), total.value)
+
+    def _lay_out(self, parameters: Mapping[str, Tensor]) -> None:
+        """Where each parameter goes, in both halves of the memory: the same for every version."""
+        sizes = {name: tensor.numel() * self.wire.itemsize for name, tensor in parameters.items()}
+        half = max(PAGE, sum(_padded(size) for size in sizes.values()))
+        os.ftruncate(self.fd, 2 * half)
+        memory = mmap.mmap(self.fd, 2 * half)
+        for start in (0, half):
+            places, offset = [], start
+            for name, size in sizes.items():
+                shape = tuple(parameters[name].shape)
+                target = torch.frombuffer(memory, dtype=self.wire, count=size // self.wire.itemsize, offset=offset)
+                places.append((Slot(name, shape, offset, size), target.view(shape)))
+                offset += _padded(size)
+            self._halves.append(places)
 
 
 def tensors_in(memory: mmap.mmap, payload: Payload) -> dict[str, Tensor]:
