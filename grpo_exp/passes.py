@@ -1,5 +1,7 @@
 """Forward and backward passes over the micro-batches of one step."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -12,6 +14,9 @@ from .config.schema import AlgoConfig, CorrectionConfig, Weight
 from .metrics import Passes
 from .policy import Policy
 
+Beside = Callable[[], AbstractContextManager[object]]
+"""Entered around each backward pass, which is the part that leaves Python's lock to others; a forward pass does not."""
+
 
 class PassRunner:
     """Accumulates the gradient of a step, and keeps what the metrics need."""
@@ -19,9 +24,9 @@ class PassRunner:
     def __init__(self, policy: Policy, algo: AlgoConfig, correction: CorrectionConfig, temperature: float) -> None:
         self.policy, self.algo, self.correction, self.temperature = policy, algo, correction, temperature
 
-    def run(self, batch: StepBatch, scale: float) -> Passes:
+    def run(self, batch: StepBatch, scale: float, beside: Beside = nullcontext) -> Passes:
         """Backward through every micro-batch; the loss is multiplied by ``scale`` for it, not in what is returned."""
-        seen = [self.run_micro_batch(micro_batch, scale) for micro_batch in batch.micro_batches]
+        seen = [self.run_micro_batch(micro_batch, scale, beside) for micro_batch in batch.micro_batches]
         joined = {name: torch.cat([part[name] for part in seen]) for name in seen[0]}
         loss = float(joined.pop("loss").sum())
         names = ("proximal", "weight", "log_raw", "kept")
@@ -33,7 +38,7 @@ class PassRunner:
             correction = replace(correction, weight=correction.weight / mean)
         return Passes(loss=loss, scale=scale, correction=correction, **joined)
 
-    def run_micro_batch(self, micro_batch: MicroBatch, scale: float) -> dict[str, Tensor]:
+    def run_micro_batch(self, micro_batch: MicroBatch, scale: float, beside: Beside = nullcontext) -> dict[str, Tensor]:
         """Forward and backward: adds to the gradients; returns the loss, [1], and per-token tensors by name, [n]."""
         with torch.set_grad_enabled(micro_batch.has_gradient):
             new, entropy = self.policy.logprobs(micro_batch.tokens, self.temperature)
@@ -52,7 +57,8 @@ class PassRunner:
         )
         loss = (found.per_token * correction.weight * micro_batch.weights).sum()
         if micro_batch.has_gradient:
-            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            with beside():
+                (loss * scale).backward()  # type: ignore[no-untyped-call]
         return {
             "loss": loss.detach()[None],
             "new": old,

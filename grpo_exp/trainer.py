@@ -172,8 +172,7 @@ class AsyncGRPOTrainer:
             return False
         clock.lap("wait")
         batch = self._build(groups)
-        with self.source.going_on():
-            passes = self.passes.run(batch, self.optimizer.loss_scale.scale)
+        passes = self.passes.run(batch, self.optimizer.loss_scale.scale, beside=self.source.going_on)
         outcome = update(self, batch, passes)
         clock.lap("train")
         self._publish(outcome)

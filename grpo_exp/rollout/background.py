@@ -1,7 +1,7 @@
 """Dealing with what workers send while the trainer computes: a thread that is at work between two given points only.
 
-Most of a training pass runs outside of Python's lock, so receiving completions, decoding them and having them rewarded
-fits in beside it. Outside of :meth:`Background.at_work` the thread sleeps, so nothing of the source needs a lock. It lives
+A backward pass runs outside of Python's lock, so receiving completions, decoding them and having them rewarded fits in
+beside it. Outside of :meth:`Background.at_work` the thread sleeps, so nothing of the source needs a lock. It lives
 as long as the run: a process that it starts in place of a dead worker would die with it.
 """
 
