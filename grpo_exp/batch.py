@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .algo.advantage import Advantages, group_advantages
+from .algo.advantage import Advantages, group_advantages, overlong_penalty
 from .algo.loss import sequence_weights
 from .config.schema import AlgoConfig
 from .rollout.types import Group, Rollout
@@ -74,7 +74,7 @@ def build_batch(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     completions = [Completion(n, g.prompt_ids, r.token_ids) for n, g in enumerate(groups) for r in g.rollouts]
     rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float32)  # rewards are fp32 always
-    advantages = group_advantages(rewards, algo.advantage, algo.advantage_eps)
+    advantages = advantages_of(groups, algo, max_completion_tokens)
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     included = advantages.valid.flatten()
     if algo.mask_truncated:
@@ -103,6 +103,14 @@ def build_batch(
             )
             micro_batches.append(micro_batch)
     return StepBatch(groups, rollouts, rewards, advantages, included, micro_batches)
+
+
+def advantages_of(groups: list[Group], algo: AlgoConfig, max_completion_tokens: int) -> Advantages:
+    """Of groups with as many completions each, from their rewards less what is taken off for length."""
+    rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float32)  # rewards are fp32 always
+    lengths = torch.tensor([[len(rollout.token_ids) for rollout in group.rollouts] for group in groups])
+    rewards += overlong_penalty(lengths, max_completion_tokens, algo.overlong_tokens, algo.overlong_penalty)
+    return group_advantages(rewards, algo.advantage, algo.advantage_eps)
 
 
 def _token_batches(

@@ -57,7 +57,7 @@ def start(trainer: "AsyncGRPOTrainer", resume: bool | str | Path) -> None:
     trainer.source.pool.wait_synced()
     if trainer.should_stop():
         raise Interrupted
-    trainer.recorder.begin(trainer.progress, trainer.source.pool)
+    trainer.recorder.begin(trainer.progress, trainer.source)
     trainer.callbacks.state.max_steps = trainer.bounds.horizon
     trainer.callbacks.call("on_train_begin", model=trainer.model)
     try:

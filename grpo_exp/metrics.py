@@ -101,6 +101,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "staleness/max": ("versions", "maximum of the same"),
     "group/zero_std_frac": ("share", "groups whose rewards are all equal, of those with a baseline"),
     "group/dropped_frac": ("share", "groups of the step with fewer than two valid rewards"),
+    "group/replaced": ("groups", "left out by dynamic sampling since the step before, as their rewards were all equal"),
     "completion/length_mean": ("tokens", "mean length of the completions of the step"),
     "completion/length_min": ("tokens", "shortest"),
     "completion/length_max": ("tokens", "longest"),

@@ -15,7 +15,7 @@ from .metrics import Passes, peak_memory_bytes, step_metrics
 from .optim import StepOutcome
 from .precision import dtype_name
 from .rollout.buffer import GroupCounts
-from .rollout.pool import WorkerPool
+from .rollout.source import RolloutSource
 from .track import Tracker
 
 FEW_CHANGED = 0.05
@@ -49,8 +49,9 @@ class Recorder:
         self.params = next(model.parameters())
         self._warned = False
 
-    def begin(self, progress: Progress, pool: WorkerPool) -> None:
+    def begin(self, progress: Progress, source: RolloutSource) -> None:
         """Start the clock of ``wall_s``, which goes on where a checkpoint was."""
+        pool, self._replaced_before = source.pool, source.buffer.counts.replaced
         self._wall_start = time.perf_counter() - progress.wall_s
         self._busy_before, self._tokens_before = pool.busy_s, pool.num_tokens
 
@@ -59,14 +60,22 @@ class Recorder:
         return time.perf_counter() - self._wall_start
 
     def row(
-        self, progress: Progress, batch: StepBatch, passes: Passes, outcome: StepOutcome, clock: Clock, pool: WorkerPool
+        self,
+        progress: Progress,
+        batch: StepBatch,
+        passes: Passes,
+        outcome: StepOutcome,
+        clock: Clock,
+        source: RolloutSource,
     ) -> dict[str, Any]:
         """Every metric of one step but the evaluation; advances the totals in ``progress``."""
+        pool, counts = source.pool, source.buffer.counts
         progress.samples += len(batch.rollouts)
         progress.tokens += batch.num_tokens
         progress.wall_s = self.wall_s
         busy_s, num_tokens = pool.busy_s - self._busy_before, pool.num_tokens - self._tokens_before
         self._busy_before, self._tokens_before = pool.busy_s, pool.num_tokens
+        replaced, self._replaced_before = counts.replaced - self._replaced_before, counts.replaced
         return {
             "step": progress.step,
             "time": time.time(),
@@ -74,6 +83,7 @@ class Recorder:
             "samples": progress.samples,
             "tokens": progress.tokens,
             **step_metrics(batch, passes, self.algo),
+            "group/replaced": replaced,
             "grad/norm": outcome.grad_norm,
             "params/changed_frac": outcome.changed_frac,
             "lr": outcome.lr,

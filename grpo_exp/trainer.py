@@ -177,7 +177,7 @@ class AsyncGRPOTrainer:
         clock.lap("train")
         self._publish(outcome)
         clock.lap("sync")
-        row = self.recorder.row(self.progress, batch, passes, outcome, clock, self.source.pool)
+        row = self.recorder.row(self.progress, batch, passes, outcome, clock, self.source)
         row |= self.decomposer.measure(fresh, passes, self.progress)
         self._look_for_collapse(row)
         evaluate_if_due(self, row)

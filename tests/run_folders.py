@@ -71,7 +71,9 @@ def write_run(
     last = {"state": state, "step": num_steps, "max_steps": num_steps, "updates": num_steps, "reason": reason}
     last |= {"traceback": None, "exit_code": 0 if state == "done" else None, "pid": None, "host": socket.gethostname()}
     last |= {"started": "2026-01-01T00:00:00+00:00", "heartbeat": "2026-01-01T00:01:00+00:00", "ended": None}
-    last |= {"groups": {"started": 0, "trained": 0, "dropped_stale": 0, "dropped_failed": 0, "left_over": 0}}
+    last |= {
+        "groups": {"started": 0, "trained": 0, "dropped_stale": 0, "dropped_failed": 0, "replaced": 0, "left_over": 0}
+    }
     (folder / "status.json").write_text(json.dumps(last | dict(status or {})), encoding="utf-8")
     for inner in ("rollouts", "checkpoints", "logs"):
         (folder / inner).mkdir()

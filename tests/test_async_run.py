@@ -67,7 +67,7 @@ def test_every_group_of_a_run_has_one_end(with_worker: Path) -> None:
     """D12"""
     check_groups(with_worker)
     assert status(with_worker)["groups"] == {
-        "started": 48, "trained": 48, "dropped_stale": 0, "dropped_failed": 0, "left_over": 0,
+        "started": 48, "trained": 48, "dropped_stale": 0, "dropped_failed": 0, "replaced": 0, "left_over": 0,
     }  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def test_a_worker_that_is_killed_is_started_again_and_the_run_completes(tmp_path
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert max(row["staleness/max"] for row in rows) <= 1
     assert status(tmp_path)["groups"] == {
-        "started": 24, "trained": 24, "dropped_stale": 0, "dropped_failed": 0, "left_over": 0,
+        "started": 24, "trained": 24, "dropped_stale": 0, "dropped_failed": 0, "replaced": 0, "left_over": 0,
     }  # fmt: skip
     assert not workers()
 

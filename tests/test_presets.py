@@ -52,6 +52,11 @@ def test_a_refusal_names_key_value_and_what_is_allowed() -> None:
     ]
 
 
+def test_what_was_recorded_cannot_be_sampled_otherwise() -> None:
+    config = to_typed(compose(["algo=dapo", "rollout=replay", "rollout.replay_from=runs"]).config)
+    assert "algo.dynamic_sampling" in {problem.key for problem in find_problems(config)}
+
+
 def gradient(config: Config, tokens_per_micro_batch: int) -> tuple[Tensor, float]:
     """The gradient of a step of the tiny model, as one vector, and its loss."""
     scorer = policy(TINY, chunk=16)

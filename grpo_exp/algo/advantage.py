@@ -69,6 +69,21 @@ def group_advantages(rewards: Tensor, kind: Advantage, eps: float) -> Advantages
     return Advantages(values=values, valid=valid, zero_std=zero_std.squeeze(1), dropped=dropped.squeeze(1))
 
 
+def overlong_penalty(lengths: Tensor, max_completion_tokens: int, overlong_tokens: int, penalty: float) -> Tensor:
+    """What DAPO's soft punishment adds to the rewards of completions (arXiv 2503.14476), float32, in units of the reward.
+
+    0 up to ``max_completion_tokens - overlong_tokens`` tokens, then falling linearly to ``-penalty`` at the bound.
+
+    Args:
+        lengths: tokens of each completion, int, any shape.
+        overlong_tokens: width of the part that is punished; 0 punishes nothing.
+    """
+    if overlong_tokens == 0:
+        return torch.zeros_like(lengths, dtype=torch.float32)  # as rewards are
+    over = (lengths - (max_completion_tokens - overlong_tokens)).clamp(min=0)
+    return -penalty * (over / overlong_tokens).float()  # as rewards are
+
+
 def _equal_up_to_rounding(rewards: Tensor, finite: Tensor) -> Tensor:
     """Whether the finite rewards of each group of [num_groups, G] agree, as bool [num_groups, 1]."""
     highest = rewards.where(finite, -torch.inf).amax(dim=1, keepdim=True)

@@ -284,6 +284,10 @@ class AlgoConfig:
     clip_high: float = 0.2
     dual_clip: float | None = None
     mask_truncated: bool = False
+    overlong_tokens: int = 0  # the last so many before max_completion_tokens are punished; 0: none
+    overlong_penalty: float = 1.0  # reward that is taken off at max_completion_tokens
+    dynamic_sampling: bool = False  # groups whose rewards are all equal are replaced by others
+    max_replaced: int = 8  # of them in a step, times trainer.prompts_per_step; what is beyond is trained as it is
 
     @property
     def clip(self) -> tuple[float, float]:

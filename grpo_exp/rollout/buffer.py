@@ -13,17 +13,18 @@ from .types import Group
 
 @dataclass
 class GroupCounts:
-    """Every group ever started is in exactly one of the other four at the end of a run."""
+    """Every group ever started is in exactly one of the others at the end of a run."""
 
     started: int = 0
     trained: int = 0
     dropped_stale: int = 0
     dropped_failed: int = 0
+    replaced: int = 0
     left_over: int = 0
 
     def check(self) -> None:
         """Raises RuntimeError if a group was lost or counted twice."""
-        ended = self.trained + self.dropped_stale + self.dropped_failed + self.left_over
+        ended = self.trained + self.dropped_stale + self.dropped_failed + self.replaced + self.left_over
         if ended != self.started:
             raise RuntimeError(f"groups do not add up: {self}")
 
@@ -71,6 +72,11 @@ class GroupBuffer:
     def fail(self, serial: int) -> None:
         del self.open[serial]
         self.counts.dropped_failed += 1
+
+    def replace(self, serial: int) -> None:
+        """A complete group that teaches nothing is not counted towards a batch: there is room for another."""
+        del self.open[serial]
+        self.counts.replaced += 1
 
     def drop_stale(self, version: int) -> list[Group]:
         """Remove and return finished groups that are too old for this version."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from ..batch import advantages_of
 from ..config.schema import Config, RewardErrors
 from ..errors import Interrupted, RunFailed
 from ..tasks import Row, Task
@@ -64,6 +65,7 @@ class RolloutSource:
         self._generated: dict[int, Generated] = {}
         self._asides: dict[int, Aside] = {}
         self._purpose = ""  # of these, for an error
+        self.num_replaced = 0  # groups that dynamic sampling left out since the last batch
         self._progress = time.monotonic()
         self._background = Background(self.pump)
         self.version = 0
@@ -91,6 +93,7 @@ class RolloutSource:
             self._drop_stale()
             batch = self.buffer.take(self.version, last=self.stream.exhausted)
             if batch is not None:
+                self.num_replaced = 0
                 return batch
             if self.stream.exhausted and not self.buffer.num_held:
                 return None
@@ -297,8 +300,21 @@ class RolloutSource:
                 continue
             prompt_ids, row = self._prompt_ids.pop(result.serial), self.stream.row(result.serial)
             group = Group(result.serial, prompt_ids, row, generated.rollouts, generated.oldest_version, result.rewards)
-            self.buffer.finish(group)
             self._progress = time.monotonic()
+            if self._teaches_nothing(group):
+                self.num_replaced += 1
+                self.buffer.replace(group.serial)
+                body = {"group": group.serial, "prompt": self.stream.index(group.serial), "reward": result.rewards[0]}
+                self.on_event("replaced_group", body)
+            else:
+                self.buffer.finish(group)
+
+    def _teaches_nothing(self, group: Group) -> bool:
+        """Whether dynamic sampling (DAPO, arXiv 2503.14476) has another group in place of this one."""
+        algo = self.config.algo
+        if not algo.dynamic_sampling or self.num_replaced >= algo.max_replaced * self.config.trainer.prompts_per_step:
+            return False
+        return bool(advantages_of([group], algo, self.config.task.max_completion_tokens).zero_std[0])
 
     def _fail(self, serial: int, reason: str) -> None:
         if serial < 0:
