@@ -55,9 +55,9 @@ COMPOSED = {
     "grpo-exp debug=smoke precision=fp16 runs_dir=runs_smoke": "the walkthrough runs it with seed=1",
     "grpo-exp experiment=sort precision=bf16 trainer.max_minutes=10": "takes ten minutes",
     "grpo-exp debug=smoke precision=bf16_pure model.init_kwargs.attn_implementation=eager": "one more smoke run",
-    "grpo-exp -m +sweeps=precision": "nine full runs",
-    "grpo-exp -m +sweeps=precision seed=0,1,2,3,4 hydra.launcher.n_jobs=2": "fifteen full runs",
-    "grpo-exp -m +sweeps=precision hydra.launcher.retry=failed": "nine full runs",
+    "grpo-exp -m +sweeps=precision": "twelve full runs",
+    "grpo-exp -m +sweeps=precision seed=0,1,2,3,4 hydra.launcher.n_jobs=2": "twenty full runs",
+    "grpo-exp -m +sweeps=precision hydra.launcher.retry=failed": "twelve full runs",
     "grpo-exp --config-dir my_conf experiment=wide": "a full run",
     "grpo-exp --config-dir my_conf -m +sweeps=head": "six full runs",
     "grpo-exp correction=token_icepop precision=fp32_rollout_bf16": "a full run",
@@ -73,7 +73,7 @@ COMPOSED = {
     "grpo-exp tracker=wandb": "a full run; wandb has tests of its own",
     "grpo-exp -m +sweeps=precision hydra/launcher=slurm hydra.launcher.partition=gpu hydra.launcher.gpus=1"
     " hydra.launcher.time=8:00:00 hydra.launcher.n_jobs=4": "needs a cluster; test_slurm.py starts one",
-    "grpo-exp -m +sweeps=precision tracker=wandb": "nine full runs; wandb has tests of its own",
+    "grpo-exp -m +sweeps=precision tracker=wandb": "twelve full runs; wandb has tests of its own",
     "grpo-exp -m debug=smoke precision=fp32,fp32_tf32,bf16,fp16,bf16_pure,bf16_head32 rollout=lockstep"
     " trainer.device=cuda runs_dir=runs/gpu": "needs a GPU",
     "grpo-exp -m debug=smoke precision=bf16,fp16 trainer.device=cuda runs_dir=runs/gpu": "needs a GPU",

@@ -31,7 +31,8 @@ from grpo_exp.launch.prepare import Action, Planned, check_all, decide, prepare_
     [
         (
             "+sweeps=precision",
-            [f"precision={p} seed={s} +sweeps=precision" for p in ("fp32", "bf16", "fp16") for s in range(3)],
+            [f"precision={p} seed={s} +sweeps=precision" for p in ("fp32", "bf16", "fp16") for s in range(3)]
+            + [f"precision=fp32 seed={s} +sweeps=precision repeat=1" for s in range(3)],
         ),
         ("-m +sweeps=precision seed=7 precision=BFloat16", ["precision=bf16 seed=7 +sweeps=precision"]),
         (

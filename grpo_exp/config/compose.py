@@ -290,8 +290,20 @@ def normalise(argv: list[str]) -> list[str]:
 def varied_keys(jobs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     """For each job of a sweep, the overrides whose value is not the same in all of them: its factors."""
     parsed = [override_values(job) for job in jobs]
-    keys = [key for key in parsed[0] if len({job.get(key) for job in parsed}) > 1] if parsed else []
+    every = dict.fromkeys(key for job in parsed for key in job)
+    keys = [key for key in every if len({job.get(key) for job in parsed}) > 1]
     return [{key: job[key] for key in keys if key in job} for job in parsed]
+
+
+def with_repeats(jobs: Sequence[Sequence[str]], again: str | None) -> list[list[str]]:
+    """The jobs, and those of the arm ``again`` (``key=value,…``) a second time, with ``repeat=1``."""
+    result = [list(job) for job in jobs]
+    wanted = override_values(normalise(again.split(","))) if again else {}
+    for job in jobs if wanted else ():
+        given = override_values(job)
+        if "repeat" not in given and all(given.get(key) == value for key, value in wanted.items()):
+            result.append([*job, "repeat=1"])
+    return result
 
 
 def override_values(overrides: Sequence[str]) -> dict[str, str]:

@@ -396,6 +396,7 @@ class SweepConfig:
     name: str | None = None
     question: str | None = None
     baseline: str | None = None
+    again: str | None = None  # the arm of which a sweep makes every run twice (A/A), e.g. precision=fp32
     metric: str = "eval/accuracy"
     window: int = 1  # the last rows with the metric, whose mean is the value of a run
     margin: float | None = None  # a difference within it counts as none; null = no test of equivalence
@@ -419,6 +420,7 @@ class Config:
     alarm: AlarmConfig = field(default_factory=AlarmConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = 0
+    repeat: int = 0  # changes nothing but makes another run: the same arm again, for the noise between runs
     runs_dir: str = "runs"
 
 

@@ -124,6 +124,7 @@ def _count_problems(config: Config) -> list[ConfigError]:
         "sweep.window": config.sweep.window,
     }
     or_zero = {
+        "repeat": config.repeat,
         "trainer.eval_every": trainer.eval_every,
         "trainer.save_every": trainer.save_every,
         "probe.every": config.probe.every,

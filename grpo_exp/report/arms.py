@@ -13,6 +13,7 @@ from functools import cached_property
 from ..errors import ConfigError
 from .load import ABSENT, RunRecord, RunState, as_text, flatten, section
 
+REPEAT = "repeat"  # the key that labels the second time of an arm and changes nothing
 NO_CHOICES = re.compile(r"hydra/|(tracker|experiment|debug|sweeps)$")  # groups whose name says nothing about an arm
 
 
@@ -48,6 +49,8 @@ def design(runs: Iterable[RunRecord]) -> Design:
         (broken if run.state is RunState.broken else readable).append(run)
     declared = _declared_factors(readable)
     factors = declared or _differing_choices(readable)
+    if REPEAT not in factors and any(run.config.get(REPEAT) for run in readable):
+        factors = sorted([*factors, REPEAT])
     groups: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in readable:
         groups.setdefault(_levels(run, factors), []).append(run)
@@ -55,7 +58,8 @@ def design(runs: Iterable[RunRecord]) -> Design:
     arms = []
     for levels in sorted(groups, key=lambda levels: [natural(level) for level in levels]):
         named = dict(zip(factors, levels, strict=True))
-        name = ",".join(f"{factor}={named[factor]}" for factor in varied) or "all runs"
+        shown = [factor for factor in varied if (factor, named[factor]) != (REPEAT, "0")] or varied
+        name = ",".join(f"{factor}={named[factor]}" for factor in shown) or "all runs"
         arms.append(Arm(name, named, tuple(sorted(groups[levels], key=lambda run: natural(run.seed)))))
     return Design(tuple(factors), bool(declared), tuple(arms), tuple(broken))
 
@@ -80,7 +84,8 @@ def _levels(run: RunRecord, factors: Iterable[str]) -> tuple[str, ...]:
     """
     sources = section(run.manifest, "choices"), flatten(run.config), section(run.manifest, "sweep", "factors")
     return tuple(
-        as_text(next((source[factor] for source in sources if factor in source), ABSENT)) for factor in factors
+        as_text(next((source[factor] for source in sources if factor in source), 0 if factor == REPEAT else ABSENT))
+        for factor in factors
     )
 
 

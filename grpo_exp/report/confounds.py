@@ -12,7 +12,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
 
-from .arms import Arm
+from .arms import REPEAT, Arm
 from .load import RunRecord, as_text, flatten
 from .metrics import Json, number
 
@@ -65,7 +65,7 @@ Table = dict[str, dict[str, dict[str, set[str]]]]  # key → arm → seed → va
 
 def find_confounds(arms: Sequence[Arm], factors: Iterable[str]) -> list[Confound]:
     """Every difference that the factors do not imply, confounds first. All runs are looked at, done or not."""
-    factors = {*factors, "seed"}
+    factors = {*factors, "seed", REPEAT}
     found = []
     for source in Source:
         table = _table(arms, source)

@@ -4,6 +4,8 @@ import csv
 import io
 import json
 
+from .aggregate import Aggregate
+from .inference import Refusal
 from .load import ABSENT
 from .metrics import Json
 from .stats import Difference, Estimate, Interval
@@ -44,6 +46,18 @@ def to_json(summary: Summary) -> str:
             for arm in summary.arms
         ],
         "differences": [_comparison(item) for item in summary.comparisons],
+        "repeats": [
+            {
+                "arm": repeat.arm,
+                "of": repeat.of,
+                "n": repeat.num_shared,
+                "mean": repeat.difference.mean,
+                "interval": _interval(repeat.difference.interval),
+                "largest": repeat.largest,
+            }
+            for repeat in summary.repeats
+        ],
+        "aggregates": [_aggregate(item) for item in summary.aggregates],
         "confounded": summary.is_confounded,
         "confounds": [
             {
@@ -92,6 +106,18 @@ def _comparison(item: Comparison) -> Json:
         "correlation": item.evidence.correlation,
     }
     return {"arm": item.arm, "baseline": item.baseline, **numbers, **tests}
+
+
+def _aggregate(item: Aggregate) -> Json:
+    names: dict[str, Json] = {"arm": item.arm, "baseline": item.baseline, "num_cells": item.num_cells}
+    if isinstance(item.found, Refusal):
+        return names | {"refused": item.found.value}
+    return names | {
+        "iqm": item.found.iqm,
+        "iqm_interval": _interval(item.found.iqm_interval),
+        "improvement": item.found.improvement,
+        "improvement_interval": _interval(item.found.improvement_interval),
+    }
 
 
 def _seed(values: RunValues) -> str | None:

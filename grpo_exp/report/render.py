@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .aggregate import aggregate_part
 from .confounds import Confound
 from .layout import Grid, Lines
 from .load import ABSENT, RunState
@@ -30,10 +31,14 @@ def sections(summary: Summary) -> list[Grid | Lines]:
     parts: list[Grid | Lines] = [_overview(summary)]
     if summary.verdicts:
         parts.append(Lines("Verdict", summary.verdicts))
+    if summary.repeats:
+        lines = tuple(repeat.in_words(summary.metric, summary.level) for repeat in summary.repeats)
+        parts.append(Lines("Run-to-run noise (A/A)", lines))
     if summary.arms:
         parts += [
             _outcome(summary),
             *_differences(summary),
+            *aggregate_part(summary.aggregates, summary.metric, summary.level),
             _errors(summary),
             _cost(summary),
             _precision(summary),

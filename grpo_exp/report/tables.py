@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import ConfigError
+from .aggregate import Aggregate, aggregate
 from .arms import Arm, Design, design, find_baselines
 from .confounds import Confound, find_confounds
 from .inference import question_error
 from .load import ABSENT, RunRecord, RunState, as_text, section
 from .measures import DEFAULT_METRIC, Measure, measures
+from .repeats import Repeat, find_repeats, repeats
 from .replays import ReplayGap, replay_gaps
 from .stats import Difference, Estimate, difference, estimate, mean
 from .verdict import Count, Evidence, Rules, Sides, collapses, declared_rules, evidence, in_words
@@ -70,6 +72,8 @@ class Summary:
     confounds: tuple[Confound, ...]
     notes: tuple[str, ...]
     replays: tuple[ReplayGap, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
+    aggregates: tuple[Aggregate, ...] = ()
 
     @cached_property
     def not_counted(self) -> tuple[RunValues, ...]:
@@ -110,7 +114,10 @@ def summarise(
         *(RunValues(run, None, {m.name: None for m in chosen}) for run in plan.broken),
     ]
     by_arm = {arm.name: [v for v in values if v.arm == arm.name and rules.counts(v.run)] for arm in plan.arms}
+    by_seed = {arm: _by_seed(found, metric) for arm, found in by_arm.items()}
     name, origin, pairs = _chosen_baselines(plan, baseline, notes)
+    twins = find_repeats(plan.arms)
+    pairs = {arm.name: arm if arm.name in twins else pairs[arm.name] for arm in plan.arms}
     notes += _gaps(values, chosen, metric)
     failed = [item.run.name for item in values if item.run.state is RunState.failed and rules.counts(item.run)]
     if failed:
@@ -132,6 +139,8 @@ def summarise(
             {arm: [item.run for item in found if item.run.is_done] for arm, found in by_arm.items()},
             {arm: None if other is None else other.name for arm, other in pairs.items()},
         ),
+        repeats=repeats(twins, by_seed, level),
+        aggregates=aggregate(plan.arms, pairs, by_seed, level),
     )
 
 

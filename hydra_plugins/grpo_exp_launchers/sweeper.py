@@ -31,7 +31,7 @@ class WholeSweeper(BasicSweeper):
         super().__init__(max_batch_size=None, params=params)
 
     def sweep(self, arguments: list[str]) -> Any:
-        from grpo_exp.config.compose import normalise, varied_keys
+        from grpo_exp.config.compose import normalise, varied_keys, with_repeats
 
         from .freezing import FreezingLauncher
 
@@ -41,7 +41,8 @@ class WholeSweeper(BasicSweeper):
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         factors = normalise([*self._parse_config(), *arguments])
         [jobs] = self.split_arguments(parser.parse_overrides(factors), max_batch_size=None)
-        names = ",".join(f"'{key}'" for key in varied_keys(jobs)[0])
+        jobs = with_repeats(jobs, self.config.sweep.again)
+        names = ",".join(f"'{key}'" for key in dict.fromkeys(key for job in varied_keys(jobs) for key in job))
         # with the overrides that every launcher gives to every job, so that each knows what it is named by
         self.config.hydra.overrides.hydra.append(f"hydra.sweeper.varied=[{names}]")
         if not isinstance(self.launcher, FreezingLauncher):  # which checks every job itself before it starts one
