@@ -132,7 +132,7 @@ def test_the_primary_config_chooses_options_and_sets_nothing() -> None:
     assert all(name.startswith("override hydra/") for name in names if name.startswith("override"))
 
 
-@pytest.mark.parametrize("form", ["experiment=split_shortest", "+experiment=split_shortest"])
+@pytest.mark.parametrize("form", ["experiment=phantom_clip", "+experiment=phantom_clip"])
 def test_the_command_line_wins_over_an_experiment(form: str) -> None:
     """E12: in both forms, for the values of the group and for the choice that is recorded."""
     job = compose([form, "precision=fp16"])
@@ -144,7 +144,7 @@ def test_the_command_line_wins_over_an_experiment(form: str) -> None:
 
 
 def test_an_experiment_alone_chooses_its_precision() -> None:
-    job = compose(["experiment=split_shortest"])
+    job = compose(["experiment=phantom_clip"])
     assert job.choices["precision"] == "fp32_rollout_bf16"
     assert to_typed(job.config).precision.rollout == "bf16"
 

@@ -66,6 +66,8 @@ COMPOSED = {
     "grpo-exp alarm=stop precision=bf16_rollout_fp32": "a full run",
     "grpo-exp alarm.kl.threshold=0.02 alarm.kl.action=lower_lr": "a full run",
     "grpo-exp -m rollout.record=true seed=0,1,2 runs_dir=runs/recorded": "three full runs",
+    "grpo-exp experiment=phantom_clip": "a full run",
+    "grpo-exp -m +sweeps=phantom_clip": "36 full runs",
     "grpo-exp rollout=vllm debug=smoke precision=bf16": "needs vLLM; test_vllm_run.py has it",
     "grpo-exp -m rollout=hf,vllm precision=bf16,fp16,fp32": "six full runs, some with vLLM",
     "grpo-exp rollout=vllm_server debug=smoke": "needs vLLM; test_vllm_run.py has it",
@@ -103,6 +105,7 @@ NOT_RUN = {
     "wandb sync runs/RUN/wandb/offline-run-*": "needs an account",
     "wandb sync runs/*/wandb/offline-run-*": "needs an account",
     "grpo-exp compare runs/gpu": "needs runs on a GPU",
+    "grpo-exp compare runs/phantom_clip": "needs the sweep that comes before it",
     "grpo-exp -m +sweeps=replay_precision rollout.replay_from=runs/recorded": "nine full runs; test_replay.py replays",
     "grpo-exp debug=smoke precision=bf16 rollout=replay rollout.replay_from=runs/small": "the command before it comes first;"
     " a test of its own",
