@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_exp.errors import ConfigError
 from grpo_exp.rollout.hf import HFEngine
 from grpo_exp.rollout.pool import Item
 from grpo_exp.rollout.types import EngineSpec, Generated, Request, Rollout
@@ -71,6 +72,21 @@ class Dies(HFEngine):
     def generate(self, requests: list[Request], between_steps: Between = None) -> Iterator[Generated]:
         os._exit(7)
         yield
+
+
+class GoneForGood(HFEngine):
+    """As a server that dies when it is first to work for training: nobody after it finds one."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        if Path(os.environ["GONE"]).exists():
+            raise ConfigError("rollout.urls", "http://127.0.0.1:9", "a server", "ConnectionRefusedError")
+        super().__init__(spec)
+
+    def generate(self, requests: list[Request], between_steps: Between = None) -> Iterator[Generated]:
+        if trains(requests):
+            Path(os.environ["GONE"]).touch()
+            os._exit(7)
+        yield from super().generate(requests, between_steps)
 
 
 class NeverAnswersGroup2(HFEngine):

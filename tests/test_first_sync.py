@@ -4,12 +4,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import small_trainer, status
+from small_runs import metrics, small_trainer, status
 
 from grpo_exp import jsonl
 from grpo_exp.errors import RunFailed
 from grpo_exp.folder import State
 from grpo_exp.rollout.hf import HFEngine
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_in_fp32_the_first_step_has_no_mismatch_at_any_temperature(tmp_path: Path, temperature: float) -> None:
+    """B2: with the engine of rollout=hf; test_vllm_run.py has the same for vLLM."""
+    overrides = (
+        "trainer.max_steps=1",
+        "rollout.max_staleness=0",
+        f"rollout.temperature={temperature}",
+        "task.num_eval=0",
+    )
+    small_trainer(tmp_path, "rollout=lockstep", "probe.every=0", *overrides).train()
+    (row,) = [row for row in metrics(tmp_path) if row["step"] == 1]
+    assert abs(row["mismatch/mean"]) < 1e-4
+    assert row["mismatch/abs_max"] < 1e-4
+    assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-3)
+    assert row["ratio/clip_frac"] == 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -146,6 +146,19 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(tmp_path: Path, use_eng
     assert not workers()
 
 
+def test_a_worker_that_finds_its_server_gone_is_started_again_as_often_as_allowed(
+    tmp_path: Path, use_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D11: what was right when the run began is a failure of the worker, not of the configuration."""
+    use_engine("GoneForGood")
+    monkeypatch.setenv("GONE", str(tmp_path / "gone"))
+    with pytest.raises(RunFailed, match=r"failed 2 times in a row (.|\n)*rollout.urls=.*ConnectionRefusedError"):
+        small_trainer(tmp_path, "rollout.max_failures=1", "trainer.eval_every=0").train()
+    assert status(tmp_path)["state"] == "failed"
+    assert len(events(tmp_path, "worker_restart")) == 1
+    assert not workers()
+
+
 def test_a_generator_that_keeps_its_old_weights_ends_the_run(tmp_path: Path, use_engine: Any) -> None:
     """B5: it says that it has loaded them; its checksum says that it has not."""
     use_engine("DropsUpdates")

@@ -1,9 +1,12 @@
 """Real vLLM servers that a worker starts: what comes over HTTP is what transformers says, also through a faulty network."""
 
 import os
+import signal
+import time
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -22,6 +25,7 @@ from grpo_exp.sync.shm import Sender
 if find_spec("vllm") is None:
     pytest.skip("vllm is not installed: make setup-vllm", allow_module_level=True)
 
+from small_runs import check_groups, small_trainer, status
 from vllm_engine import Served, all_gaps, requests
 from vllm_fake import Fault, FaultyProxy
 
@@ -163,3 +167,41 @@ def test_what_comes_through_a_faulty_network_is_right(
     finally:
         proxy.close()
         served.sync(served.next_version())
+
+
+class KillsTheServer:
+    """After the second step, for good: nobody starts it again."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.at = pid, 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            os.kill(self.pid, signal.SIGKILL)
+            self.at = time.monotonic()
+
+
+def test_a_server_that_is_gone_for_good_ends_the_run_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D11: a server that the run was given, which nobody starts again; within the limit, and there is a checkpoint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = VllmServerEngine(spec("fp32"))
+    assert given.server is not None
+    kill = KillsTheServer(given.server.pid)
+    monkeypatch.setenv("VLLM_API_KEY", given.client.token)
+    overrides = (
+        f"rollout.urls=[{given.client.url}]", "rollout.http_retries=1", "rollout.max_failures=2", "trainer.max_steps=1000",
+        "trainer.save_every=1", "trainer.eval_every=0", "trainer.stall_timeout_s=120", "probe.every=0",
+    )  # fmt: skip
+    try:
+        with pytest.raises(RunFailed, match="ConnectionRefusedError"):
+            small_trainer(tmp_path, "rollout=vllm_server", *overrides, callbacks=[kill]).train()
+        assert 0 < time.monotonic() - kill.at < 120
+    finally:
+        given.close()
+    assert status(tmp_path)["state"] == "failed"
+    assert "ConnectionRefusedError" in status(tmp_path)["reason"]
+    assert any((tmp_path / "checkpoints").iterdir())
+    check_groups(tmp_path)

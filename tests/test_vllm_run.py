@@ -57,9 +57,9 @@ class After:
 
 
 def shared_memory(processes: list[psutil.Process]) -> set[Path]:
-    """Named shared memory that some processes have mapped."""
+    """Named shared memory that some processes have mapped: not what is mapped still and has lost its name."""
     maps = [line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
-    return {Path(line.split()[5]) for line in maps if "/dev/shm/" in line}
+    return {Path(line.split()[5]) for line in maps if "/dev/shm/" in line and not line.endswith("(deleted)")}
 
 
 def gone(processes: list[psutil.Process], within_s: float) -> bool:
@@ -125,6 +125,17 @@ small_trainer(Path({path!r}), {overrides!r}, *{rest!r}).train()
 """
 
 
+def up_and_training(run: subprocess.Popen[bytes], path: Path) -> tuple[list[psutil.Process], set[Path]]:
+    """The processes of a run that has made a step, and the shared memory that they have mapped."""
+    deadline = time.monotonic() + 300
+    while not (path / "metrics.jsonl").is_file() or len(metrics(path)) < 2:
+        assert run.poll() is None, (path / "log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    processes = psutil.Process(run.pid).children(recursive=True)
+    return processes, shared_memory(processes)
+
+
 @pytest.mark.parametrize("backend", [VLLM, SERVER], ids=["vllm", "vllm_server"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_run_whatever_ends_it(tmp_path: Path, backend: tuple[str, ...], number: int) -> None:
@@ -133,17 +144,15 @@ def test_nothing_outlives_a_run_whatever_ends_it(tmp_path: Path, backend: tuple[
     )
     with (tmp_path / "log").open("wb") as log:
         run = subprocess.Popen([sys.executable, "-c", script], stdout=log, stderr=log)
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "metrics.jsonl").is_file() or len(metrics(tmp_path)) < 2:
-        assert run.poll() is None, (tmp_path / "log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    processes = psutil.Process(run.pid).children(recursive=True)
-    memory = shared_memory(processes)
-    assert len(processes) > (3 if backend is SERVER else 0)
-    assert bool(memory) == (backend is SERVER)
-    run.send_signal(number)
-    run.wait(60)
+    try:
+        processes, memory = up_and_training(run, tmp_path)
+        assert len(processes) > (3 if backend is SERVER else 0)
+        assert bool(memory) == (backend is SERVER)
+        run.send_signal(number)
+        run.wait(60)
+    finally:
+        run.kill()  # whatever failed: what goes on running would fail the tests that follow
+        run.wait(60)
     assert gone(processes, 10)
     deadline = time.monotonic() + 10
     while any(path.exists() for path in memory) and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ from models import build, checkpoint
 from vllm_fake import FakeVllm, Fault
 
 from grpo_exp.errors import ConfigError, RunFailed
-from grpo_exp.rollout.loop import JoiningEngine, Unanswered
+from grpo_exp.rollout.loop import JoiningEngine, JoiningLoop, Unanswered
 from grpo_exp.rollout.process import open_memory
 from grpo_exp.rollout.types import EngineSpec, Generated, Request
 from grpo_exp.rollout.vllm_server import VllmServerEngine
@@ -134,10 +134,10 @@ def test_a_load_that_fails_leaves_the_old_version_serving_where_it_can_and_the_n
 def test_a_sync_whose_outcome_nobody_knows_lets_nothing_be_sampled_until_the_next_one(
     fake: FakeVllm, worker: Worker
 ) -> None:
-    """B7"""
+    """B7, D11: an answer of 500 to an update is an error with the body of that answer."""
     fake.path = "/collective_rpc"
     fake.faults.append(Fault.status_500)
-    with pytest.raises(RuntimeError, match="status 500"):
+    with pytest.raises(RuntimeError, match="status 500: the engine is upset"):
         worker.sync(1)
     assert worker.engine.version == -1
     with pytest.raises(RuntimeError, match="no weights"):
@@ -158,8 +158,17 @@ def test_the_server_reads_just_what_the_trainer_wrote(fake: FakeVllm, tmp_path: 
 
 @pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.refused])
 def test_what_a_retry_can_mend_is_mended(fake: FakeVllm, worker: Worker, fault: Fault) -> None:
+    """D11: a reset among others; and every retry is told to the trainer."""
     fake.faults += [fault, fault]
-    check_right(worker.run(request())[0])
+    said: list[tuple[str, Any]] = []
+    loop = JoiningLoop(worker.engine, worker.engine.spec, worker.fd, True, said.append)
+    loop.handle("generate", [request()])
+    while not loop.idle:
+        loop.work(lambda: None)
+    [[generated]] = [body for kind, body in said if kind == "generated"]
+    check_right(generated)
+    retries = [error for kind, body in said if kind == "retried" for error in body]
+    assert len(retries) == (0 if fault is Fault.delayed else 2)
 
 
 def test_an_answer_that_comes_too_late_is_asked_for_again(fake: FakeVllm) -> None:
@@ -170,17 +179,24 @@ def test_an_answer_that_comes_too_late_is_asked_for_again(fake: FakeVllm) -> Non
     made.close()
 
 
-@pytest.mark.parametrize("fault", [Fault.dropped, Fault.status_500, Fault.garbage])
+GIVEN_UP = {
+    Fault.dropped: "RemoteDisconnected",
+    Fault.status_500: "status 500: the engine is upset",
+    Fault.garbage: "not JSON",
+    Fault.another_form: "garbage: KeyError: 'index'",
+    Fault.too_few_logprobs: "garbage: ValueError: 4 tokens, 3 log-probs",
+}
+
+
+@pytest.mark.parametrize("fault", GIVEN_UP)
 def test_a_request_that_never_works_is_given_up_and_the_others_are_not(
     fake: FakeVllm, worker: Worker, fault: Fault
 ) -> None:
-    """D3: after rollout.http_retries, with the reason."""
+    """D3, D11: after rollout.http_retries, with the reason; so is one whose answers lack token ids or log-probs."""
     fake.faults += [fault] * 4
     (answer,) = worker.run(request())
     assert isinstance(answer, Unanswered)
-    assert {Fault.dropped: "RemoteDisconnected", Fault.status_500: "status 500", Fault.garbage: "not JSON"}[
-        fault
-    ] in answer.error
+    assert GIVEN_UP[fault] in answer.error
     check_right(worker.run(request(1))[0])
 
 
@@ -192,6 +208,7 @@ def test_what_the_server_refuses_is_not_asked_again(fake: FakeVllm, worker: Work
 
 
 def test_a_server_that_is_gone_for_good_ends_the_worker_with_the_reason(fake: FakeVllm) -> None:
+    """D11: within the limit."""
     made = Worker(fake.url, http_retries=1)
     made.sync(0)
     fake.close()

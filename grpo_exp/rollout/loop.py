@@ -181,6 +181,8 @@ class JoiningLoop(WorkerLoop):
         start = time.perf_counter()
         answers = self.joining.step()
         self._busy_s += time.perf_counter() - start
+        if retries := getattr(self.joining, "retries", []):
+            self.send(("retried", [retries.pop(0) for _ in range(len(retries))]))  # threads of the engine append
         if answers:
             self._report()
             self._answer(answers)

@@ -182,10 +182,15 @@ class WorkerPool:
                 self.on_event("worker_error", {"worker": member.process.index, "groups": serials, "error": error})
                 self._count_failure(member, error)
                 self._retry([request for serial in serials if (request := self._end(member, serial))], error)
+            case "retried":
+                self.on_event("request_retry", {"worker": member.process.index, "errors": body})
             case "sync_failed":
                 self._sync_failed(member, *body)
             case "refused":
-                raise body
+                if not self._engines_built:
+                    raise body
+                self._count_failure(member, str(body))  # it was right when the run began
+                self._replace(member, str(body))
             case "died":
                 if not self._engines_built:
                     raise RunFailed(f"generator worker {member.process.index} could not start its engine\n{body}")

@@ -83,6 +83,7 @@ class VllmServerEngine:
         self._sync_file: str | None = None
         self._closed = False
         self._seen: dict[str, str] = {}
+        self.retries: list[str] = []
         url = self.options.get("url")
         self.server = None if url else LocalServer(spec)
         try:
@@ -191,10 +192,11 @@ class VllmServerEngine:
                     raise Unreachable("the worker is ending")
             try:
                 parts = self._attempt(job)
-            except Unreachable:
+            except Unreachable as error:
                 tries += 1
                 if tries > self.options["http_retries"] or self._closed:
                     raise
+                self.retries.append(str(error))
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_WAIT_S)
             else:
