@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import LOCKSTEP, events, metrics, repeatable, small_config, small_trainer, status
@@ -243,6 +244,28 @@ def test_the_learning_rate_is_lower_from_the_next_step_on(tmp_path: Path) -> Non
     assert first["lr_factor"] == 0.25
     rates = {r["step"]: r["lr"] for r in metrics(tmp_path) if r["step"]}
     assert [rates[first["step"]], rates[first["step"] + 1]] == [0.05, 0.05 * 0.25]
+
+
+class Sharpens:
+    """A collapse: the policy becomes sure of itself, and 16 bits are too coarse for its logits."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            with torch.no_grad():
+                model.get_output_embeddings().weight.mul_(8)
+
+
+def test_every_rule_rings_in_a_run_and_its_event_says_what_was_done(tmp_path: Path) -> None:
+    """With thresholds that next to nothing passes."""
+    least = {"beta": 1.0001, "ess": 0.9999999, "kl": 1e-12, "entropy": 0.9999, "gradient": 1.0001, "length": 1.0001}
+    given = [f"alarm.{name}.{key}" for name, value in least.items() for key in (f"threshold={value}", "window=1")]
+    given += ["precision=fp32_rollout_bf16", "alarm.kl.action=lower_lr", "optim.lr=1e-4"]
+    assert rung(tmp_path, *given, callbacks=[Sharpens()]) is State.done
+    written = events(tmp_path, "alarm")
+    assert {event["rule"] for event in written} == MEASURES.keys()
+    for event in written:
+        assert event["metric"] == MEASURES[event["rule"]].metric
+        assert event["action"] == ("lower_lr" if event["rule"] == "kl" else "warn")
 
 
 @pytest.mark.parametrize("action", ["lower_lr", "stop"])
