@@ -29,10 +29,12 @@ class MicroBatch:
     sequence: Tensor  # [n] int64: index of the sequence in the step
     position: Tensor  # [n] int64: index of the token in its completion
     staleness: Tensor  # [n] int64: version that is trained minus version that sampled the token
-    has_gradient: bool  # False: every advantage or weight is 0, so a forward pass for the metrics is all it takes
+    has_gradient: bool  # False: nothing of it is in the loss, so a forward pass for the metrics is all it takes
     same_weights: Tensor | None = (
         None  # [n]: of stale tokens, the trainer's log-prob under the weights that sampled them
     )
+    old: Tensor | None = None  # [n]: log-prob at the start of the step; None: that of the pass itself, the only one
+    reference: Tensor | None = None  # [n]: log-prob under the base checkpoint
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def build_batch(
         included = included & torch.tensor([rollout.finished for rollout in rollouts])
     weights = sequence_weights(lengths, included, algo.normalization, max_completion_tokens)
     values = advantages.values.flatten()
-    contributes = (values != 0) & (weights != 0)
+    contributes = weights != 0 if algo.penalises else (values != 0) & (weights != 0)
     if not contributes.any():  # a gradient of zeros all the same: AdamW goes on with its momentum
         contributes = torch.ones_like(contributes)
     micro_batches = []

@@ -46,6 +46,7 @@ class Progress:
     open_serials: list[int] = field(default_factory=list)
     evaluated_at: int = -1  # the last step with an evaluation
     groups: dict[str, int] = field(default_factory=dict)
+    reference: int | None = None  # checksum of the base checkpoint, where the KL from it is taken
     alarm: dict[str, Any] = field(default_factory=dict)
 
 

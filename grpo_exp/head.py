@@ -70,8 +70,7 @@ def token_logprobs(
         chunk: positions whose logits are held at once.
 
     Returns:
-        logprobs [n] and entropy [n] in nats, float32 (gradients flow through logprobs only), and the dtype that the matmul
-        gave, for the audit.
+        logprobs [n] and entropy [n] in nats, float32, and the dtype that the matmul gave, for the audit.
     """
     result: tuple[Tensor, Tensor, torch.dtype] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, tokens, temperature, head_dtype, chunk
@@ -152,15 +151,16 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy[part] = -torch.bmm(p[:, None], log_p[:, :, None])[:, 0, 0]  # needs no third buffer
         ctx.save_for_backward(hidden, weight, bias, tokens)
         ctx.temperature, ctx.head_dtype, ctx.chunk = temperature, head_dtype, chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an entropy that nobody uses costs nothing
         return logprobs, entropy, buffer.raw.dtype
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Every product is rounded to the head dtype once, as one product over all positions would be."""
         hidden, weight, bias, tokens = ctx.saved_tensors
         buffer = _ChunkLogits(weight, bias, ctx.head_dtype, min(ctx.chunk, len(tokens)), ctx.temperature)
-        factor = grads[0] / -ctx.temperature
+        of_logprobs, of_entropy = grads[0], grads[1]
+        factor = buffer.fp32.new_zeros(len(tokens)) if of_logprobs is None else of_logprobs / -ctx.temperature
         grad_hidden = torch.empty_like(hidden)
         grad_weight = buffer.fp32.new_zeros(weight.shape)
         grad_bias = None if bias is None else buffer.fp32.new_zeros(bias.shape)
@@ -168,8 +168,11 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             logits = buffer.compute(hidden[part])
             d_logits = torch.softmax(logits, -1, out=buffer.scratch[: len(logits)])
+            d_entropy = None if of_entropy is None else _entropy_gradient(logits, d_logits)
             d_logits.scatter_add_(1, tokens[part, None], d_logits.new_full((len(logits), 1), -1.0))
             d_logits.mul_(factor[part, None])
+            if of_entropy is not None and d_entropy is not None:
+                d_logits.add_(d_entropy.mul_(of_entropy[part, None] / ctx.temperature))
             if grad_bias is not None:
                 grad_bias += d_logits.sum(0)
             d_product = buffer.rounded(d_logits)
@@ -185,3 +188,10 @@ class _TokenLogprobs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(ctx.head_dtype).to(bias.dtype),
             *[None] * 4,
         )
+
+
+def _entropy_gradient(logits: Tensor, p: Tensor) -> Tensor:
+    """The derivative of each row's entropy H by its logits, ``-p (log p + H)``, in the memory of the logits."""
+    log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+    entropy = -torch.bmm(p[:, None], log_p[:, :, None])[:, 0]
+    return log_p.add_(entropy).mul_(p).neg_()

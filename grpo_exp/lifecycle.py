@@ -81,6 +81,10 @@ def restore(trainer: "AsyncGRPOTrainer", resume: bool | str | Path) -> Path | No
         return None
     checkpoint.load(found[-1], trainer.model, trainer.optimizer)
     trainer.progress = checkpoint.read_progress(found[-1])
+    reference = trainer.passes.reference
+    if reference is not None and reference.checksum != trainer.progress.reference:
+        name = trainer.config.model.name_or_path
+        raise RunFailed(f"{name} is not the checkpoint that the run began with: it is the reference of algo.kl_coef")
     trainer.optimizer.loss_scale.load_state_dict(trainer.progress.loss_scale)
     trainer.alarm.load_state_dict(trainer.progress.alarm)
     return found[-1]

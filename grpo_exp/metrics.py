@@ -24,6 +24,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "eval/accuracy_greedy": ("share", "the same, greedy decoding"),
     "eval/reward": ("reward", "mean reward of the sampled held-out completions"),
     "loss/policy": ("1", "the policy loss that was minimised, normalised as algo.normalization says"),
+    "loss/kl": ("1", "algo.kl_coef times the mean of the KL estimate, normalised likewise; 0 without a reference"),
+    "loss/entropy": ("1", "-algo.entropy_coef times the mean of the entropy, normalised likewise"),
+    "reference/kl": (
+        "nats",
+        "mean over tokens of the estimate of KL(policy || base checkpoint); null without a reference",
+    ),
     "grad/norm": ("1", "L2 norm of the gradient after unscaling, before clipping; null where not finite"),
     "ratio/mean": ("1", "mean of exp(new - old) over tokens, unclipped"),
     "ratio/clip_frac": ("share", "tokens whose ratio is beyond the clip side that is active for the sign of A"),
@@ -131,6 +137,8 @@ class Passes:
     """What the forward and backward passes of one step saw, per token, detached; lists over micro-batches."""
 
     loss: float
+    kl_loss: float
+    entropy_loss: float
     scale: float  # the loss scale that was used
     new: Tensor  # [n]
     old: Tensor  # [n]: under the weights at the start of the step
@@ -138,6 +146,7 @@ class Passes:
     ratio: Tensor  # [n]
     clipped: Tensor  # [n]
     entropy: Tensor  # [n]
+    reference_kl: Tensor  # [n]: the estimate at each token, NaN without a reference
     sequence: Tensor  # [n]
     position: Tensor  # [n]
     staleness: Tensor  # [n]
@@ -157,6 +166,9 @@ def step_metrics(batch: StepBatch, passes: Passes, algo: AlgoConfig) -> dict[str
         "reward/mean": float(valid.mean()) if len(valid) else math.nan,
         "reward/std": float(valid.std(correction=0)) if len(valid) else math.nan,
         "loss/policy": passes.loss,
+        "loss/kl": passes.kl_loss,
+        "loss/entropy": passes.entropy_loss,
+        "reference/kl": _mean(passes.reference_kl),
         "ratio/mean": _mean(passes.ratio),
         "ratio/clip_frac": _mean(passes.clipped),
         "entropy/mean": _mean(passes.entropy),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from .device import num_ranks
 from .folder import RunFolder
@@ -22,8 +23,13 @@ class ReadBack:
 
     def __init__(self, precision: Precision, policy: Policy, optimizer: Optimizer, folder: RunFolder) -> None:
         self.precision, self.policy, self.optimizer, self.folder = precision, policy, optimizer, folder
+        self.reference: list[Tensor] = []  # the weights of the frozen reference, where there is one
         self.audit = Audit(precision)
         self._probe: DtypeProbe | None = DtypeProbe(policy.body)
+
+    def without_reference(self) -> None:
+        """No reference is held: its site is none of this run's."""
+        del self.audit.declared["reference"]
 
     def at_startup(self, generator: dict[str, str]) -> None:
         """Weights, modes and ranks, before anything is trained. ``generator`` is what the workers report of themselves.
@@ -79,7 +85,7 @@ class ReadBack:
             hardware=hardware(self.policy.device.type),  # a run may start elsewhere than where it was prepared
             precision={
                 "declared": self.audit.declared,
-                "reasons": dict(self.precision.reasons),
+                "reasons": {site: why for site, why in self.precision.reasons.items() if site in self.audit.declared},
                 "observed": self.audit.observed,
                 "kernels": self.precision.kernels(self.policy.device),
             },
@@ -91,6 +97,7 @@ class ReadBack:
             "matmul": torch.get_float32_matmul_precision(),
             "loss_scale": self.optimizer.loss_scale.mode_in_effect,
             "num_ranks": str(num_ranks()),
+            **({"reference": observed_dtypes(self.reference)} if self.reference else {}),
             **generator,
         }
 

@@ -85,6 +85,7 @@ class Policy:
         self._takes_cache = "use_cache" in inspect.signature(self.body.forward).parameters
         self.shares_prompts = self.head is not None and self._takes_cache and shares_prompts(model, self.body)
         self.logits_dtype: torch.dtype | None = None
+        self.entropy_gradient = False  # asked for where a loss needs it: without a linear head it takes memory
         if self.head is None:
             self._check_fallback("head", "compute")
             self._check_fallback("rollout_head", "rollout")
@@ -120,7 +121,8 @@ class Policy:
         logits = self.model(input_ids=batch.input_ids, use_cache=False).logits[batch.rows, batch.positions - 1]
         self.logits_dtype = logits.dtype
         log_p = (logits.float() / temperature).log_softmax(-1)  # log-softmax is fp32 always
-        entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
+        of_entropy = log_p if self.entropy_gradient else log_p.detach()
+        entropy = -(of_entropy.exp() * of_entropy).sum(-1)
         return log_p.gather(-1, batch.tokens[:, None])[:, 0], entropy
 
     def _check_fallback(self, site: str, rest: str) -> None:

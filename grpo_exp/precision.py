@@ -34,6 +34,7 @@ class Precision:
     rollout_head: torch.dtype
     kv_cache: torch.dtype
     wire: torch.dtype
+    reference: torch.dtype
     matmul: str
     loss_scale: LossScaleConfig
     reasons: Mapping[str, str]

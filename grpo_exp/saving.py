@@ -22,6 +22,8 @@ def save(trainer: "AsyncGRPOTrainer") -> None:
         return  # groups that were started since will be started again
     trainer.saved_at = trainer.progress.step
     trainer.progress.loss_scale = trainer.optimizer.loss_scale.state_dict()
+    reference = trainer.passes.reference
+    trainer.progress.reference = None if reference is None else reference.checksum
     trainer.progress.alarm = trainer.alarm.state_dict()
     trainer.progress.cursor = trainer.source.stream.cursor
     trainer.progress.open_serials = sorted({*trainer.source.buffer.serials(), *trainer.source.stream.again})

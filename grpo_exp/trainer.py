@@ -1,10 +1,10 @@
 """The asynchronous GRPO trainer.
 
-    RolloutSource.next_batch ─▶ build_batch ─▶ forward_backward ─▶ Optimizer.step ─▶ publish(version + 1)
+    RolloutSource.next_batch ─▶ build_batch ─▶ PassRunner.run ─▶ Optimizer.step ─▶ publish(version + 1)
             ▲   groups, each with the versions that sampled it                            │
             └──────────────────────────── generator workers ◀─────────────────────────────┘
 
-The policy version is the number of applied optimizer steps. A skipped step (a non-finite gradient, or no valid reward)
+The policy version is the number of steps that changed the weights, by one optimizer update or several. A skipped step (a non-finite gradient, or no valid reward)
 advances neither version nor learning rate, and nothing is published for it.
 """
 
@@ -39,12 +39,13 @@ from .precision import resolve
 from .record import Clock, Recorder
 from .rollout.process import Spawned
 from .rollout.source import RolloutSource
+from .rollout.types import Group
 from .saving import save_if_due
 from .tasks import Accuracy, RewardSpec, Row, Task, import_path
 from .tokens import Codec, load_tokenizer
 from .track import NullTracker, Tracker
-from .updating import update
-from .weights import OlderWeights
+from .updating import train_on
+from .weights import OlderWeights, Reference
 
 
 class AsyncGRPOTrainer:
@@ -114,7 +115,6 @@ class AsyncGRPOTrainer:
         self.model = load_policy(source, kwargs, self.precision.params, config.model.trust_remote_code, self.device)
         self.policy = Policy(self.model, self.precision, config.trainer.logprob_chunk)
         self.optimizer = Optimizer(self.model, config.optim, self.precision)
-        self.passes = PassRunner(self.policy, config.algo, config.correction, config.rollout.temperature)
         self.processing_class = processing_class or load_tokenizer(
             locate(config.model.tokenizer or source), config.model.trust_remote_code, kwargs.get("revision")
         )
@@ -122,6 +122,9 @@ class AsyncGRPOTrainer:
         self._describes = folder is None
         self.folder = folder or RunFolder(Path(self.args.output_dir))
         self.read_back = ReadBack(self.precision, self.policy, self.optimizer, self.folder)
+        self.passes = PassRunner(
+            self.policy, config.algo, config.correction, config.rollout.temperature, self._reference()
+        )
         self.bounds = Bounds(config.trainer, len(self.task.train))
         self.should_stop, self.workers = should_stop, workers
         self.callbacks = Callbacks(callbacks or (), self.args)
@@ -172,8 +175,7 @@ class AsyncGRPOTrainer:
             return False
         clock.lap("wait")
         batch = self._build(groups)
-        passes = self.passes.run(batch, self.optimizer.loss_scale.scale, beside=self.source.going_on)
-        outcome = update(self, batch, passes)
+        passes, outcome = train_on(self, batch)
         clock.lap("train")
         self._publish(outcome)
         clock.lap("sync")
@@ -195,10 +197,19 @@ class AsyncGRPOTrainer:
 
     # -- the parts of a step
 
-    def _build(self, groups: list[Any]) -> StepBatch:
+    def _reference(self) -> Reference | None:
+        """Made before any checkpoint is loaded: the weights are those of the base checkpoint."""
+        if self.config.algo.kl_coef == 0:
+            self.read_back.without_reference()
+            return None
+        reference = Reference(self.policy, self.config.rollout.temperature, self.read_back.paused)
+        self.read_back.reference = reference.weights
+        return reference
+
+    def cut(self, groups: list[Group]) -> StepBatch:
+        """The micro-batches of some groups under the version that is trained."""
         config = self.config
-        self.progress.step += 1
-        batch = build_batch(
+        return build_batch(
             groups,
             config.algo,
             config.task.max_completion_tokens,
@@ -207,8 +218,16 @@ class AsyncGRPOTrainer:
             share_prompts=config.trainer.share_prompts and self.policy.shares_prompts,
             version=self.progress.update,
         )
-        if config.correction.proximal is Proximal.beta_removal:
+
+    def prepared(self, batch: StepBatch) -> StepBatch:
+        """With all that its losses compare with; it is the same for every update of the step."""
+        if self.config.correction.proximal is Proximal.beta_removal:
             batch = self.older.score(batch, self.progress.update)
+        return self.passes.prepare(batch)
+
+    def _build(self, groups: list[Group]) -> StepBatch:
+        self.progress.step += 1
+        batch = self.cut(groups)
         stream, serials = self.source.stream, [group.serial for group in groups]
         num_dropped = int(batch.advantages.dropped.sum())
         self.source.buffer.counts.trained += len(groups) - num_dropped

@@ -4,8 +4,9 @@ What is swapped is the data of the parameters. The parameters themselves, and wi
 stay what they are; buffers, which engines do not get from the trainer either, are left alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from .batch import MicroBatch, StepBatch
 from .errors import RunFailed
 from .policy import Policy
+from .sync.shm import checksum
+from .token_batch import TokenBatch
 
 
 @contextmanager
@@ -36,6 +39,37 @@ def rounded(model: nn.Module, *dtypes: torch.dtype) -> list[Tensor]:
     for dtype in dtypes:
         weights = [weight.to(dtype) for weight in weights]
     return weights
+
+
+class Reference:
+    """The frozen policy that the KL divergence is taken from: the base checkpoint, in a dtype of its own.
+
+    Takes one more copy of the weights. It has to be made before a checkpoint is loaded, from the weights that the run began
+    with; ``checksum`` shows after a resume that it was.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        temperature: float,
+        unwatched: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Copy the weights that the policy has now.
+
+        Args:
+            unwatched: a context in which nobody takes the dtypes that are computed in for those of the policy.
+        """
+        own = policy.precision
+        self.policy, self.temperature, self.unwatched = copy(policy), temperature, unwatched
+        self.policy.precision = replace(own, params=own.reference)
+        self.weights = [p.detach().to(own.reference, copy=True) for p in policy.model.parameters()]
+        self.checksum = checksum(self.weights)
+
+    @torch.no_grad()
+    def logprobs(self, tokens: TokenBatch) -> Tensor:
+        """Of the completion tokens of a batch, [n] float32, in nats."""
+        with self.unwatched(), swapped(self.policy.model, self.weights):
+            return self.policy.logprobs(tokens, self.temperature)[0]
 
 
 class OlderWeights:

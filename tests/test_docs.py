@@ -60,6 +60,7 @@ COMPOSED = {
     "grpo-exp -m +sweeps=precision hydra.launcher.retry=failed": "twelve full runs",
     "grpo-exp --config-dir my_conf experiment=wide": "a full run",
     "grpo-exp --config-dir my_conf -m +sweeps=head": "six full runs",
+    "grpo-exp algo.epochs=2 algo.mini_batches=2 correction=token_tis algo.kl_coef=0.01": "a full run; test_penalty.py has it",
     "grpo-exp correction=token_icepop precision=fp32_rollout_bf16": "a full run",
     "grpo-exp correction=seq_tis correction.weight_high=5 correction.veto=1e-4": "a full run",
     "grpo-exp correction=decoupled correction.proximal=interpolate rollout.max_staleness=2": "a full run",

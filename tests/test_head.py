@@ -58,8 +58,12 @@ def test_values_and_gradients_are_those_of_float64_for_every_chunk_size(
     assert found.dtype == entropy.dtype == dtype == FP32
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-4, atol=1e-4)
-    for ours, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
-        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-4 / temperature)
+    both = zip(
+        (found, entropy, found + entropy), (expected, expected_entropy, expected + expected_entropy), strict=True
+    )
+    for value, truth in both:
+        for ours, theirs in zip(gradients(value, inputs), gradients(truth, inputs), strict=True):
+            torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-4 / temperature)
 
 
 @pytest.mark.parametrize("head_dtype", [BF16, FP16])
@@ -100,7 +104,7 @@ def test_gradients_come_in_the_dtype_of_what_they_are_of():
     }
     logprobs, entropy, _ = token_logprobs(**mixed, temperature=1.0, head_dtype=FP32, chunk=2)
     assert [gradient.dtype for gradient in gradients(logprobs, mixed)] == [BF16, FP32, FP32]
-    assert not entropy.requires_grad
+    assert [gradient.dtype for gradient in gradients(entropy, mixed)] == [BF16, FP32, FP32]
 
 
 def test_an_overflow_in_fp16_is_not_hidden():

@@ -30,6 +30,7 @@ FOLLOWS = {"= params": "fp32", "= rollout": "bf16"}
 WITH = {
     "params": lambda name: [f"precision.compute={name}", "precision.loss_scale.mode=none"],
     "compute": lambda name: ["precision.loss_scale.mode=" + ("dynamic" if name == "fp16" else "none")],
+    "reference": lambda name: ["algo.kl_coef=0.1"],
     "rollout": lambda name: [f"precision.rollout_head={name}"],
 }
 """What has to be said besides, so that only the site in question is tried."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from ..errors import ConfigError
-from .schema import AlgoConfig, Backend, Config, Loss, Proximal
+from .schema import AlgoConfig, Backend, Config, KlEstimator, Loss, Proximal
 
 
 def algo_problems(config: Config) -> list[ConfigError]:
@@ -30,6 +30,14 @@ def _value_problems(algo: AlgoConfig) -> Iterator[ConfigError]:
         yield ConfigError("algo.overlong_penalty", algo.overlong_penalty, "a number > 0")
     if not algo.max_replaced >= 1:
         yield ConfigError("algo.max_replaced", algo.max_replaced, "1 or more")
+    for name in ("kl_coef", "entropy_coef"):
+        if not 0 <= getattr(algo, name) < math.inf:
+            yield ConfigError(f"algo.{name}", getattr(algo, name), "0 or more")
+    for name in ("epochs", "mini_batches"):
+        if not getattr(algo, name) >= 1:
+            yield ConfigError(f"algo.{name}", getattr(algo, name), "1 or more")
+    if algo.kl_coef == 0 and algo.kl_estimator is not KlEstimator.k3:
+        yield ConfigError("algo.kl_estimator", algo.kl_estimator.name, "k3", "algo.kl_coef=0: there is no KL")
     if algo.dual_clip is not None and not algo.dual_clip > 1:
         yield ConfigError("algo.dual_clip", algo.dual_clip, "null, or a number > 1")
     elif algo.dual_clip is not None and algo.loss is not Loss.ppo_clip:
@@ -38,6 +46,18 @@ def _value_problems(algo: AlgoConfig) -> Iterator[ConfigError]:
 
 
 def _combination_problems(config: Config) -> Iterator[ConfigError]:
+    algo, prompts = config.algo, config.trainer.prompts_per_step
+    if algo.mini_batches >= 1 and prompts >= 1 and prompts % algo.mini_batches:
+        reason = f"trainer.prompts_per_step={prompts} groups are shared out evenly"
+        yield ConfigError("algo.mini_batches", algo.mini_batches, f"a divisor of {prompts}", reason)
+    if algo.num_updates > 1 and config.rollout.backend is Backend.replay:
+        key = "epochs" if algo.epochs > 1 else "mini_batches"
+        reason = "a replay compares one gradient a step"
+        yield ConfigError(f"algo.{key}", getattr(algo, key), "1", reason)
+    if algo.kl_coef == 0 and config.precision.reference is not None:
+        yield ConfigError(
+            "precision.reference", config.precision.reference, "null", "algo.kl_coef=0: no reference is held"
+        )
     longest = config.task.max_completion_tokens
     if config.algo.overlong_tokens > longest:
         reason = "no completion is longer"

@@ -92,6 +92,14 @@ class Normalization(Enum):
     constant = "constant"
 
 
+class KlEstimator(Enum):
+    """What is averaged for KL(policy || reference) at the sampled tokens; formulas in grpo_exp/algo/penalty.py."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
 class Proximal(Enum):
     """The log-probability below ``new`` in the policy ratio."""
 
@@ -176,6 +184,7 @@ class PrecisionConfig:
     rollout_head: str | None = None  # follows rollout
     kv_cache: str | None = None  # follows rollout
     wire: str | None = None  # follows rollout
+    reference: str | None = None  # follows params
     matmul: str = "highest"
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 
@@ -288,6 +297,21 @@ class AlgoConfig:
     overlong_penalty: float = 1.0  # reward that is taken off at max_completion_tokens
     dynamic_sampling: bool = False  # groups whose rewards are all equal are replaced by others
     max_replaced: int = 8  # of them in a step, times trainer.prompts_per_step; what is beyond is trained as it is
+    kl_coef: float = 0.0  # of the KL divergence from the base checkpoint; 0: no reference is held
+    kl_estimator: KlEstimator = KlEstimator.k3
+    entropy_coef: float = 0.0  # of the entropy bonus
+    epochs: int = 1  # times that a step goes through its groups
+    mini_batches: int = 1  # parts of a step, each with an optimizer update of its own
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.epochs * self.mini_batches
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the loss has terms that do not depend on the advantage."""
+        return self.kl_coef != 0 or self.entropy_coef != 0
 
     @property
     def clip(self) -> tuple[float, float]:

@@ -43,6 +43,7 @@ FOLLOWS: dict[str, str | None] = {
     "rollout_head": "rollout",
     "kv_cache": "rollout",
     "wire": "rollout",
+    "reference": "params",
 }
 """Every dtype site, in the order in which they are resolved, with the site it follows where it is null."""
 
@@ -249,6 +250,9 @@ def combination_problems(config: PrecisionConfig, sites: Mapping[str, Site], opt
                 "it rounds to 0 in fp16 moments; or precision.optimizer_state=fp32",
             )
         )
+    if name["reference"] not in ("fp32", name["params"], name["compute"]):
+        allowed = ", ".join(dict.fromkeys(("fp32", name["params"], name["compute"])))
+        refuse("reference", allowed, "the reference computes as the policy does: in precision.compute")
     if name["grad_reduce"] != name["params"]:
         refuse("grad_reduce", name["params"], "distributed=single reduces nothing over ranks")
     if name["kv_cache"] != name["rollout"]:
