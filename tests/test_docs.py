@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import yaml
+from models import Family, checkpoint
 
 from grpo_exp.args import PATHS
 from grpo_exp.checks import find_problems
@@ -58,6 +59,8 @@ COMPOSED = {
     "grpo-exp -m +sweeps=precision": "twelve full runs",
     "grpo-exp -m +sweeps=precision seed=0,1,2,3,4 hydra.launcher.n_jobs=2": "twenty full runs",
     "grpo-exp -m +sweeps=precision hydra.launcher.retry=failed": "twelve full runs",
+    "grpo-exp -m +sweeps=presets seed=0 precision=bf16": "ten full runs",
+    "grpo-exp -m +sweeps=presets seed=0 precision=bf16 rollout=lockstep runs_dir=runs/presets_lockstep": "ten full runs",
     "grpo-exp --config-dir my_conf experiment=wide": "a full run",
     "grpo-exp --config-dir my_conf -m +sweeps=head": "six full runs",
     "grpo-exp algo.epochs=2 algo.mini_batches=2 correction=token_tis algo.kl_coef=0.01": "a full run; test_penalty.py has it",
@@ -343,6 +346,26 @@ def test_the_other_snippets_run() -> None:
 def test_the_example_on_the_page_is_the_file() -> None:
     assert blocks(ROOT / "docs/extending.md", "python") == [(ROOT / "examples/reward.py").read_text()]
     assert blocks(ROOT / "docs/extending.md", "json")[0] in (ROOT / "examples/prompts.jsonl").read_text()
+
+
+def test_the_loss_and_the_task_on_the_page_can_be_added_and_train_another_model(tmp_path: Path) -> None:
+    """The page's changes, applied to a copy of the package as they stand there; the model is one of another architecture."""
+    for folder in ("grpo_exp", "conf", "hydra_plugins"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for change in blocks(ROOT / "docs/extending.md", "diff"):
+        subprocess.run(["git", "apply", "--unidiff-zero", "-"], cwd=tmp_path, input=change, text=True, check=True)
+    command = [
+        sys.executable, "-c", "from grpo_exp.cli import main; raise SystemExit(main())", "algo=unclipped", "task=echo",
+        "model=local", f"model.name_or_path={checkpoint(Family.llama)}", "precision=fp32", "debug=smoke", "rollout=lockstep",
+        "trainer.max_steps=2", "trainer.eval_every=0", "correction=token_tis", "runs_dir=runs",
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [run] = (tmp_path / "runs").glob("*/status.json")
+    assert (json.loads(run.read_text())["state"], json.loads(run.read_text())["updates"]) == ("done", 2)
+    config = yaml.safe_load((run.parent / "config.yaml").read_text())
+    assert (config["algo"]["loss"], config["task"]["name"]) == ("unclipped", "echo")
 
 
 def test_the_precision_option_on_the_page_can_be_added(tmp_path: Path) -> None:
