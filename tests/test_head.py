@@ -34,7 +34,7 @@ def naive(
 def gradients(logprobs: Tensor, inputs: dict[str, Tensor | None]) -> list[Tensor]:
     upstream = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(7)).to(logprobs.dtype)
     leaves = [tensor for name, tensor in inputs.items() if name != "tokens" and tensor is not None]
-    return list(torch.autograd.grad(logprobs, leaves, upstream))
+    return list(torch.autograd.grad(logprobs, leaves, upstream, retain_graph=True))
 
 
 @settings(max_examples=60, deadline=None)
