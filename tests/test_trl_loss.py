@@ -46,7 +46,7 @@ VARIANTS = {
         {"loss_type": "cispo", "epsilon_high": 1.5},  # the bound of the ratio, not what it is above 1
     ),
     "dual_clip": Variant(replace(PLAIN, dual_clip=1.5), {"loss_type": "grpo", "delta": 1.5}),
-    "kl": Variant(replace(PLAIN, kl_coef=0.3), {"loss_type": "grpo", "beta": 0.3}),
+    "kl": Variant(replace(PLAIN, kl_coef=0.3), {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": False}),
     "entropy": Variant(
         replace(PLAIN, normalization=TOKEN_MEAN, entropy_coef=0.2), {"loss_type": "dapo", "entropy_coef": 0.2}
     ),
