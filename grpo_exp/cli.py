@@ -11,7 +11,7 @@ from .errors import ConfigError, RunFailed
 if TYPE_CHECKING:
     from .config.compose import Composed
 
-COMMANDS = ("cancel", "compare", "fetch-model", "probe", "resume", "status")
+COMMANDS = ("cancel", "compare", "fetch-model", "plan", "probe", "resume", "status")
 
 
 def main() -> None:
@@ -57,6 +57,10 @@ def dispatch(argv: list[str]) -> int:
             from .fetch import main as fetch
 
             return fetch(rest)
+        case ["plan", *rest]:
+            from .plan.command import main as plan
+
+            return plan(rest)
         case ["probe", *rest]:
             from .probe_grid.command import main as probe
 

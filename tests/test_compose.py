@@ -1,6 +1,7 @@
 """Every file under conf/ and sweeps/ becomes a valid typed configuration, and the command line wins over all of them."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -101,14 +102,26 @@ def test_a_named_sweep_has_a_mode_factors_and_a_baseline_among_them(name: str) -
     content = yaml.safe_load((CONF_DIR / "sweeps" / f"{name}.yaml").read_text())
     assert content["hydra"]["mode"] == "MULTIRUN"
     params = {key: str(value).split(",") for key, value in content["hydra"]["sweeper"]["params"].items()}
-    factor, _, level = content["sweep"]["baseline"].partition("=")
-    assert level in params[factor]
+    for key in ("baseline", "again"):
+        for part in content["sweep"].get(key, "").split(",") if key in content["sweep"] else ():
+            factor, _, level = part.partition("=")
+            assert level in params[factor]
     seeds = params.pop("seed")
-    assert len(seeds) >= 3
+    assert len(seeds) >= (2 if name == "smoke" else 3)
     for levels in product(*params.values()):
         arm = [f"{key}={value}" for key, value in zip(params, levels, strict=True)]
         config = typed(f"+sweeps={name}", *arm, f"seed={seeds[-1]}", *NEEDS.get(f"sweeps/{name}", []))
         assert (find_problems(config), config.seed, config.sweep.name) == ([], int(seeds[-1]), name)
+
+
+@pytest.mark.parametrize("name", options("sweeps"))
+def test_a_named_sweep_says_beforehand_what_it_asks_and_how_it_is_judged(name: str) -> None:
+    text = (CONF_DIR / "sweeps" / f"{name}.yaml").read_text()
+    content = yaml.safe_load(text)
+    assert re.search(rf"^#   grpo-exp -m \+sweeps={name}\b", text, re.M), "the command that runs it"
+    assert content["sweep"].keys() >= {"name", "question", "baseline", "metric", "window", "failures"}
+    assert "?" in content["sweep"]["question"]
+    assert content["runs_dir"] == f"runs/{name}"
 
 
 def test_no_option_file_repeats_a_default_of_its_dataclass() -> None:

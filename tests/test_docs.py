@@ -61,6 +61,8 @@ COMPOSED = {
     "grpo-exp -m +sweeps=precision hydra.launcher.retry=failed": "twelve full runs",
     "grpo-exp -m +sweeps=presets seed=0 precision=bf16": "ten full runs",
     "grpo-exp -m +sweeps=presets seed=0 precision=bf16 rollout=lockstep runs_dir=runs/presets_lockstep": "ten full runs",
+    "grpo-exp -m +sweeps=precision_correction": "27 full runs",
+    "grpo-exp -m +sweeps=sites seed=0,1,2,3,4": "35 full runs",
     "grpo-exp --config-dir my_conf experiment=wide": "a full run",
     "grpo-exp --config-dir my_conf -m +sweeps=head": "six full runs",
     "grpo-exp algo.epochs=2 algo.mini_batches=2 correction=token_tis algo.kl_coef=0.01": "a full run; test_penalty.py has it",
@@ -105,6 +107,11 @@ NOT_RUN = {
     "grpo-exp probe --against probes/BEFORE model.init_kwargs.attn_implementation=eager": "the same",
     "pip install 'grpo-exp[fetch]'": "changes the environment that tests run in",
     "grpo-exp fetch-model smollm2_135m": "downloads 93 MB; has tests of its own",
+    "grpo-exp plan model=smollm2_135m precision=bf16 --memory 16 --completion-tokens 128": "wants a model that is fetched",
+    "pip install hydra-optuna-sweeper": "changes the environment that tests run in",
+    "grpo-exp -m hydra/sweeper=optuna hydra.sweeper.n_trials=8 hydra.sweeper.n_jobs=2 hydra.sweeper.direction=maximize"
+    " hydra.sweeper.sampler.seed=0 'optim.lr=tag(log,interval(1e-4,1e-2))' precision=bf16,fp16"
+    " runs_dir=runs/search": "needs a plugin; test_sweep_optuna.py searches",
     "grpo-exp cancel runs": "needs a cluster; test_slurm.py has one",
     "wandb sync runs/RUN/wandb/offline-run-*": "needs an account",
     "wandb sync runs/*/wandb/offline-run-*": "needs an account",

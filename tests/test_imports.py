@@ -49,7 +49,7 @@ LAYERS = (
         "updating",
     },
     {"progress", "run"},
-    {"cli", "fetch", "launch", "probe_grid", "report"},
+    {"cli", "fetch", "launch", "plan", "probe_grid", "report"},
 )
 """Each layer imports from itself and from those above it in this list."""
 

@@ -98,8 +98,12 @@ def _refuse_launcher() -> None:
         raise ConfigError("hydra/launcher", choice, "", "launchers are for sweeps: add -m, also for one run")
 
 
-def composed(config: DictConfig, overrides: Sequence[str]) -> Composed:
-    """Split what Hydra hands to a job into the configuration and Hydra's own part."""
+def composed(config: DictConfig, overrides: Sequence[str], searched: Sequence[str] = ()) -> Composed:
+    """Split what Hydra hands to a job into the configuration and Hydra's own part.
+
+    Args:
+        searched: the keys that another sweeper than ours varies; ours says it itself.
+    """
     node = HydraConfig.get() if "hydra" not in config else config.hydra
     choices = {
         group: str(option)
@@ -110,7 +114,7 @@ def composed(config: DictConfig, overrides: Sequence[str]) -> Composed:
     assert isinstance(values, dict)
     values.pop("hydra", None)
     given = override_values(overrides)
-    factors = {key: given[key] for key in node.sweeper.get("varied", ()) if key in given}
+    factors = {key: given[key] for key in node.sweeper.get("varied", searched) if key in given}
     return Composed(OmegaConf.create(values), choices, list(overrides), Path(node.runtime.cwd), factors)
 
 
@@ -143,6 +147,8 @@ def compose_jobs(context: HydraContext, config: DictConfig, job_overrides: Seque
         ConfigErrors: every problem of every job, each once.
     """
     jobs: list[Composed] = []
+    given = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
+    searched = [override.key_or_group for override in given if override.is_sweep_override()]
     problems = {str(error): error for error in _launcher_problems(context, job_overrides)}
     for overrides in job_overrides:
         try:
@@ -151,7 +157,7 @@ def compose_jobs(context: HydraContext, config: DictConfig, job_overrides: Seque
             problem = explain(error, list(overrides))
             problems[str(problem)] = problem
         else:
-            jobs.append(composed(job, overrides))
+            jobs.append(composed(job, overrides, searched))
     if problems:
         raise ConfigErrors(list(problems.values()))
     return jobs

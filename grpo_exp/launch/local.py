@@ -49,6 +49,12 @@ def run_here(job: Composed) -> int:
     return 0
 
 
+def run_quietly(job: Composed) -> None:
+    """One run in a child whose output goes to its log; how it ended is in its folder."""
+    [planned] = prepare_all([job], check_all([job]), retry_failed=False)
+    _start(planned).process.wait()
+
+
 def command(planned: Planned) -> list[str]:
     """The command line that runs a prepared folder and ends with this process."""
     resume = ["--resume"] if planned.action is Action.resume else []

@@ -57,12 +57,12 @@ class Axes:
         parts = [f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - SIDE}"/>']
         for step in range(5):
             y = self.y0 + (self.y1 - self.y0) * step / 4
-            parts.append(f'<text x="{LEFT - 6}" y="{self.at(self.x0, y)[1]}" text-anchor="end">{y:.3g}</text>')
+            parts.append(f'<text x="{LEFT - 6}" y="{self.at(self.x0, y)[1]}" text-anchor="end">{tick(y)}</text>')
         if x_label:
             for step in range(5):
                 x = self.x0 + (self.x1 - self.x0) * step / 4
                 across = self.at(x, self.y0)[0]
-                parts.append(f'<text x="{across}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{_tick(x)}</text>')
+                parts.append(f'<text x="{across}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick(x)}</text>')
             middle = (LEFT + WIDTH - SIDE) / 2
             parts.append(f'<text x="{middle:g}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
         parts.append(f'<text x="{LEFT + 6}" y="{TOP + 6}">{escape(y_label)}</text>')
@@ -81,8 +81,14 @@ def short(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _tick(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def tick(value: float) -> str:
+    """At most eight characters, for which there is room left of the frame: 65.5k, 1.2M, 0.0123, 4.2e-05."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size <= abs(value) < 1e15:
+            return f"{value / min(size, 1e3 if unit == 'k' else size):.3g}{unit}"
+    if abs(value) >= 100:
+        return f"{value:.0f}" if abs(value) < 1e4 else f"{value:.1e}"
+    return f"{value:.3g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}" if abs(value) > 1e-99 else "0"
 
 
 def svg(body: str, title: str, height: int = HEIGHT) -> str:

@@ -14,6 +14,7 @@ from .layout import Grid, Lines
 from .load import ABSENT, RunRecord, as_text, flatten
 from .metrics import number
 from .render import clean, sections
+from .stability import share_not_collapsed
 from .tables import Summary
 
 HEADER_KEYS = ("versions.", "git.", "hardware.")
@@ -27,6 +28,11 @@ OVER_TIME = {
     "probe/beta_engine_abs_mean": "Decomposition: the part of beta that is the engine",
 }
 STABILITY = {"fp16/scale": "Loss scale", "fp16/skipped_total": "Skipped steps", "grad/norm": "Gradient norm"}
+COST = {
+    "wall_s": ("seconds of training", "training time"),
+    "tokens_per_s": ("trained tokens per second", "speed"),
+    "memory/peak_bytes": ("MiB", "peak memory of the trainer"),
+}
 BANDS = tuple(f"mismatch/prob_{band}" for band in ("0_1", "1_10", "10_50", "50_90", "90_100"))
 MAX_CHARTS_BYTES = 230_000
 
@@ -184,6 +190,15 @@ def _each_figure(summary: Summary, metric: str) -> Iterable[str | None]:
     for key, caption in (OVER_TIME | STABILITY).items():
         if key != metric:
             yield _figure(_over(summary, key, "step", "step"), f"{caption} ({key})")
+    kept = [
+        ArmCurves(
+            arm.arm.name, place, [curve] if (curve := share_not_collapsed(arm.arm.runs, metric, summary.rules)) else []
+        )
+        for place, arm in enumerate(summary.arms)
+    ]
+    yield _figure(
+        curves(kept, "Share of runs not collapsed", "step", "share"), "Share of runs not collapsed, over step"
+    )
     for arm in summary.arms[:8]:
         bands = [
             ArmCurves(band.removeprefix("mismatch/"), place, _series(arm.arm.done or arm.arm.runs, band, "step"))
@@ -191,14 +206,28 @@ def _each_figure(summary: Summary, metric: str) -> Iterable[str | None]:
         ]
         title = f"Mismatch by probability band: {arm.arm.name}"
         yield _figure(curves(bands, title, "step", "nats"), title, False)
-    cost = [
-        (arm.arm.name, [(x, y) for run in arm.arm.done if (x := run.metrics.last("wall_s")) is not None
-                        if (y := summary.rules.value(run, metric)) is not None])
-        for arm in summary.arms
-    ]  # fmt: skip
-    yield _figure(
-        scatter(cost, "Cost against quality", "seconds of training", metric), f"{metric} against training time"
-    )
+    for measure, (label, caption) in COST.items():
+        yield _figure(scatter(_cost(summary, measure), f"{metric} against {caption}", label, metric),
+                      f"Cost against quality: {metric} against {caption}", measure == "wall_s")  # fmt: skip
+
+
+def _cost(summary: Summary, measure: str) -> list[tuple[str, list[tuple[float, float]]]]:
+    """Cost and metric of every done run, by arm."""
+    found = []
+    for arm in summary.arms:
+        pairs = [
+            (
+                run.metrics.last("wall_s") if measure == "wall_s" else values.values.get(measure),
+                values.values.get(metric),
+            )
+            for values in summary.runs
+            if (run := values.run).is_done and values.arm == arm.arm.name
+            for metric in (summary.metric,)
+        ]
+        points = [(x, y) for x, y in pairs if x is not None and y is not None]
+        scale = 2**20 if measure == "memory/peak_bytes" else 1
+        found.append((arm.arm.name, [(x / scale, y) for x, y in points]))
+    return found
 
 
 def _by_seed(summary: Summary, arm: str, metric: str) -> Mapping[str, float]:

@@ -20,6 +20,7 @@ from .load import ABSENT, RunState
 from .measures import DECOMPOSITION, DEFAULT_METRIC, start_of
 from .numbers import decimals_for, in_bytes, plain
 from .replays import replay_table
+from .stability import stability_table
 from .stats import Estimate
 from .tables import SITES, ArmSummary, Comparison, RunValues, Summary
 
@@ -40,6 +41,7 @@ def sections(summary: Summary) -> list[Grid | Lines]:
             *_differences(summary),
             *aggregate_part(summary.aggregates, summary.metric, summary.level),
             _errors(summary),
+            stability_table(summary.arms),
             _cost(summary),
             _precision(summary),
             *_decomposition(summary),
@@ -157,8 +159,9 @@ def _decomposition(summary: Summary) -> Iterable[Grid]:
     probed = [arm for arm in summary.arms if any(arm.estimates[key].mean is not None for key in DECOMPOSITION)]
     if probed:
         rows = tuple((arm.arm.name, *(plain(arm.estimates[key].mean) for key in DECOMPOSITION)) for arm in probed)
-        title = "The mismatch taken apart: means over the probes (sizes in nats per token)"
-        yield Grid(title, ("arm", *(key.partition("/")[2] for key in DECOMPOSITION)), rows)
+        title = "The mismatch taken apart: mean sizes over the probes, in nats per token (phantom_clip: a share)"
+        header = (key.partition("/")[2].removesuffix("_abs_mean") for key in DECOMPOSITION)
+        yield Grid(title, ("arm", *header), rows)
 
 
 def _confounds(summary: Summary) -> Lines:

@@ -7,9 +7,11 @@ equivalence holds, and what the design could have found is said beside it.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from .inference import POWER, equivalence, holm, minimum_detectable, p_value, pairing_correlation, wilson
-from .load import RunRecord, RunState, as_text, section
+from .load import RunRecord, RunState, as_text, read_run, section
+from .measures import DEFAULT_METRIC
 from .metrics import number
 from .stats import Difference, DifferenceKind, Interval
 
@@ -74,6 +76,14 @@ def declared_rules(runs: Iterable[RunRecord], notes: list[str]) -> Rules:
     if len(found) > 1:
         notes.append(f"the runs declare different rules: “{found[0].in_words()}” is taken")
     return found[0] if found else Rules()
+
+
+def value_of(path: Path) -> float | None:
+    """What the run of a folder is compared by, by its own rules; None where it has no such value (yet)."""
+    run = read_run(path)
+    sweep = section(run.config, "sweep")
+    rules = _rules(sweep)
+    return rules.value(run, as_text(sweep.get("metric") or DEFAULT_METRIC)) if rules.counts(run) else None
 
 
 def _rules(sweep: Mapping[str, object]) -> Rules:
