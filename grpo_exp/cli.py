@@ -11,7 +11,7 @@ from .errors import ConfigError, RunFailed
 if TYPE_CHECKING:
     from .config.compose import Composed
 
-COMMANDS = ("cancel", "compare", "fetch-model", "plan", "probe", "resume", "status")
+COMMANDS = ("cancel", "compare", "fetch-model", "plan", "probe", "resume", "status", "sync")
 
 
 def main() -> None:
@@ -53,6 +53,11 @@ def dispatch(argv: list[str]) -> int:
             return cancel(rest)
         case ["resume", *rest]:
             return resume(rest)
+        case ["sync", *rest]:
+            from .report.load import run_folders
+            from .track.sync import main as sync
+
+            return sync(rest, run_folders)
         case ["fetch-model", *rest]:
             from .fetch import main as fetch
 

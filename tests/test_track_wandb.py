@@ -111,7 +111,7 @@ def test_a_run_in_wandb_is_the_run_of_the_folder(run_dir: Path) -> None:
         {"_step": 1, "step": 1, "reward/mean": 0.5, "tokens": 640},
     ]
     assert (rows[2]["step"], np.isnan(rows[2]["reward/mean"])) == (2, True)
-    assert seen.metrics == {"step": "", "*": "step"}
+    assert seen.metrics == {"step": "", "samples": "", "tokens": "", "wall_s": "", "*": "step"}
 
 
 def test_wandb_writes_into_the_run_folder_only(

@@ -31,6 +31,7 @@ class Segment:
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, str] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     exit_code: int | None = None
 
@@ -59,6 +60,10 @@ def read_segment(path: Path) -> Segment:
                 segment.history.append(row)
             case "metric":
                 segment.metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+            case "summary":
+                segment.summary |= {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.summary.update
+                }
             case "environment":
                 segment.arguments += list(record.environment.args)
             case "exit":

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 from grpo_exp.config.schema import TrackerConfig
 from grpo_exp.track import wandb_options as options
 from grpo_exp.track.base import TrackedRun
+from grpo_exp.track.summary import summary
 
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]  # ships no types
+
     import wandb
 
+AXES = ("step", "samples", "tokens", "wall_s")  # any of them can be the x axis of a panel
 SERVICE = "wandb-core"  # the process that wandb starts to write and send what is logged
 INIT_S = 20.0
 KILL_S = 1.0
@@ -55,8 +58,10 @@ class WandbTracker:
         self._owns_service = not _services()
         self._run = self._init_online(run) if mode == "online" else self._init(run, "offline")
         self._steps = _Steps(run.run_dir / "wandb_step", at_least=self._run.step)
-        self._run.define_metric("step")
+        for axis in AXES:
+            self._run.define_metric(axis)
         self._run.define_metric("*", step_metric="step")
+        self._run_dir = run.run_dir
         if not self._run.offline:
             logging.getLogger("grpo_exp.track").info("wandb: %s", self._run.url)
 
@@ -74,10 +79,17 @@ class WandbTracker:
         if self._steps is not None:
             self._steps.close()
         try:
+            self._summarize(run)
             run.finish(exit_code=exit_code)
         finally:
             if self._owns_service:  # only then is all on disk; else it would be at the exit of the interpreter
                 _end_service()
+
+    def _summarize(self, run: "wandb.Run") -> None:
+        try:
+            run.summary.update(summary(self._run_dir))
+        except Exception as error:  # the end of the run must be told, whatever becomes of its overview
+            self._on_warning(f"wandb: the run has no summary: {type(error).__name__}: {error}")
 
     def abandon(self) -> None:
         """Ends the service process, so that a call that waits for it fails instead of hanging.

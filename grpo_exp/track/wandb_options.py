@@ -48,7 +48,7 @@ def validate(config: TrackerConfig) -> list[ConfigError]:
     if config.name is not TrackerName.wandb:
         return []
     errors: list[ConfigError] = []
-    if not _is_installed("wandb"):
+    if not is_installed("wandb"):
         fix = "install it with `pip install wandb`, or set tracker=none"
         errors.append(ConfigError("tracker.name", "wandb", "none while the wandb package is missing", fix))
     for key, value in (("tracker.project", config.project), ("tracker.entity", config.entity)):
@@ -80,11 +80,9 @@ def has_api_key() -> bool:
     """Whether wandb will find credentials, looking where it looks: environment, settings file, netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    settings = _settings_file()
-    if settings.get("api_key"):
+    if _settings_file().get("api_key"):
         return True
-    server = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or f"https://{_SAAS_HOSTS[0]}"
-    host = urlsplit(server).netloc
+    host = urlsplit(server_url()).netloc
     hosts = _SAAS_HOSTS if host in _SAAS_HOSTS else (host,)
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
@@ -93,6 +91,11 @@ def has_api_key() -> bool:
         return False
     found = (entries.authenticators(name) for name in hosts)
     return any(entry is not None and entry[2] for entry in found)
+
+
+def server_url() -> str:
+    """Where wandb sends things to."""
+    return os.environ.get("WANDB_BASE_URL") or _settings_file().get("base_url") or f"https://{_SAAS_HOSTS[0]}"
 
 
 def run_id(run_dir: Path) -> str:
@@ -159,7 +162,7 @@ def _shown(key: str, value: object) -> Json:
         return str(value)
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """A folder of that name in the working directory, such as wandb leaves behind, is not the package."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
