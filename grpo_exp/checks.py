@@ -12,6 +12,7 @@ from . import assets, tasks, track
 from .config.replays import replay_problems
 from .config.schema import Backend, Config, Device
 from .config.validate import type_problems, value_problems
+from .distributed.launched import launch_problems
 from .errors import ConfigError, ConfigErrors
 
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")  # NVIDIA, the same under WSL and on Tegra, AMD
@@ -35,7 +36,7 @@ def find_problems(config: Config) -> list[ConfigError]:
 def machine_problems(config: Config) -> list[ConfigError]:
     """What does not go on this machine, as far as that is seen without torch."""
     missing = assets.problem("model.name_or_path", config.model.name_or_path)
-    problems = [] if missing is None else [missing]
+    problems = [*launch_problems(config), *([] if missing is None else [missing])]
     if _starts_vllm(config) and find_spec("vllm") is None:
         fix = "vllm is not installed: `make setup-vllm`, or `pip install grpo-exp[vllm]` on a machine with a GPU"
         problems.append(ConfigError("rollout.backend", config.rollout.backend.name, "hf", fix))

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .distributed.follow import follow
+from .distributed.launched import launched
 from .errors import ConfigError, RunFailed
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ COMMANDS = ("cancel", "compare", "fetch-model", "plan", "probe", "resume", "stat
 def main() -> None:
     """Entry point of ``grpo-exp``."""
     try:
-        code = dispatch(sys.argv[1:])
+        code = follow() if launched().rank > 0 else dispatch(sys.argv[1:])
         sys.stdout.flush()
     except ConfigError as error:
         code = complain(error, 2)

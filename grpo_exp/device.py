@@ -1,10 +1,9 @@
 """Where the trainer computes, and on how many ranks: what accelerate says, checked against what was asked for."""
 
-import os
-
 import torch
 
 from .config.schema import Config, Device
+from .distributed.launched import launch_problems, launched
 from .errors import ConfigError
 
 
@@ -14,19 +13,17 @@ def compute_device(config: Config) -> torch.device:
     Raises:
         ConfigError: if it has no such device, or was started as one of several ranks, which distributed=single is not.
     """
-    from accelerate import PartialState
-
     asked = config.trainer.device
     if asked is Device.cuda and not torch.cuda.is_available():
         raise ConfigError("trainer.device", "cuda", "auto, cpu", "torch sees no CUDA device here")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "distributed.strategy",
-            config.distributed.strategy.name,
-            "a single process",
-            f"this is one of {os.environ['WORLD_SIZE']} ranks: start it without a distributed launcher",
-        )
+    if problems := launch_problems(config):
+        raise problems[0]
     cpu = asked is Device.cpu or not torch.cuda.is_available()
+    found = launched()
+    if found.by_launcher:  # accelerate would set up process groups of its own
+        return torch.device("cpu") if cpu else torch.device("cuda", found.local_rank)
+    from accelerate import PartialState
+
     device: torch.device = PartialState(cpu=cpu).device
     return device
 

@@ -86,6 +86,8 @@ def restore(trainer: "AsyncGRPOTrainer", resume: bool | str | Path) -> Path | No
         name = trainer.config.model.name_or_path
         raise RunFailed(f"{name} is not the checkpoint that the run began with: it is the reference of algo.kl_coef")
     trainer.optimizer.loss_scale.load_state_dict(trainer.progress.loss_scale)
+    if trainer.team is not None:
+        trainer.team.load()
     trainer.alarm.load_state_dict(trainer.progress.alarm)
     return found[-1]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .device import num_ranks
+from .distributed.team import Team
 from .folder import RunFolder
 from .manifest import hardware
 from .optim import Optimizer
@@ -25,7 +26,13 @@ class ReadBack:
         self.precision, self.policy, self.optimizer, self.folder = precision, policy, optimizer, folder
         self.reference: list[Tensor] = []  # the weights of the frozen reference, where there is one
         self.audit = Audit(precision)
+        self.team: Team | None = None
         self._probe: DtypeProbe | None = DtypeProbe(policy.body)
+
+    def with_team(self, team: Team) -> None:
+        """Several ranks: how many, by which wrapper and through what is read back as well."""
+        self.team = team
+        self.audit.declared |= team.declared()
 
     def without_reference(self) -> None:
         """No reference is held: its site is none of this run's."""
@@ -59,7 +66,7 @@ class ReadBack:
         observed = self._before_training(generator) | {
             "compute": self._probe.observed(),
             "head": "none" if self.policy.logits_dtype is None else dtype_name(self.policy.logits_dtype),
-            "grad_reduce": observed_dtypes(p.grad for p in self.optimizer.params),
+            "grad_reduce": self._grad_reduce(),
             "optimizer_state": observed_dtypes(self.optimizer.moments()),
         }
         self._probe.close()
@@ -96,10 +103,15 @@ class ReadBack:
             "params": observed_dtypes(self.policy.model.parameters()),
             "matmul": torch.get_float32_matmul_precision(),
             "loss_scale": self.optimizer.loss_scale.mode_in_effect,
-            "num_ranks": str(num_ranks()),
+            **({"num_ranks": str(num_ranks())} if self.team is None else self.team.observed()),
             **({"reference": observed_dtypes(self.reference)} if self.reference else {}),
             **generator,
         }
+
+    def _grad_reduce(self) -> str:
+        if self.team is None:
+            return observed_dtypes(p.grad for p in self.optimizer.params)
+        return "+".join(sorted(self.team.wrapped.reduced)) or "none"
 
     def _check(self, phase: str, observed: dict[str, str]) -> None:
         try:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +15,23 @@ from .batch import MicroBatch, StepBatch
 from .config.schema import AlgoConfig, CorrectionConfig, Weight
 from .metrics import Passes
 from .policy import Policy
+from .token_batch import TokenBatch
 from .weights import Reference
+
+LogProbs = Callable[[TokenBatch, float], tuple[Tensor, Tensor]]
 
 Beside = Callable[[], AbstractContextManager[object]]
 """Entered around each backward pass, which is the part that leaves Python's lock to others; a forward pass does not."""
+
+
+class Across(Protocol):
+    """Several ranks, each of which makes the passes over some of the micro-batches."""
+
+    def run(
+        self, micro_batches: list[MicroBatch], scale: float, beside: Beside, mean_weight: float
+    ) -> list[dict[str, Tensor]]: ...
+
+    def divide(self, divisor: float) -> None: ...
 
 
 class PassRunner:
@@ -33,6 +47,7 @@ class PassRunner:
     ) -> None:
         self.policy, self.algo, self.correction, self.temperature = policy, algo, correction, temperature
         self.reference = reference
+        self.across: Across | None = None
         policy.entropy_gradient = algo.entropy_coef != 0
         # the mean weight is known after the last pass only, too late for what it does not divide
         self._needs_old = algo.num_updates > 1 or (correction.batch_norm and algo.penalises)
@@ -52,7 +67,8 @@ class PassRunner:
     def run(self, batch: StepBatch, scale: float, beside: Beside = nullcontext) -> Passes:
         """Backward through every micro-batch; the loss is multiplied by ``scale`` for it, not in what is returned."""
         known = self._known_mean(batch)
-        seen = [self.run_micro_batch(micro_batch, scale, beside, known or 1.0) for micro_batch in batch.micro_batches]
+        run = self.run_micro_batches if self.across is None else self.across.run
+        seen = run(batch.micro_batches, scale, beside, known or 1.0)
         joined = {name: torch.cat([part[name] for part in seen]) for name in seen[0]}
         loss, kl_loss, entropy_loss = (float(joined.pop(name).sum()) for name in ("loss", "kl_loss", "entropy_loss"))
         names = ("proximal", "weight", "log_raw", "kept")
@@ -66,12 +82,27 @@ class PassRunner:
             loss=loss, kl_loss=kl_loss, entropy_loss=entropy_loss, scale=scale, correction=correction, **joined
         )
 
+    def run_micro_batches(
+        self, micro_batches: list[MicroBatch], scale: float, beside: Beside, mean_weight: float
+    ) -> list[dict[str, Tensor]]:
+        """All of them on this rank."""
+        return [self.run_micro_batch(micro_batch, scale, beside, mean_weight) for micro_batch in micro_batches]
+
     def run_micro_batch(
-        self, micro_batch: MicroBatch, scale: float, beside: Beside = nullcontext, mean_weight: float = 1.0
+        self,
+        micro_batch: MicroBatch,
+        scale: float,
+        beside: Beside = nullcontext,
+        mean_weight: float = 1.0,
+        logprobs: LogProbs | None = None,
     ) -> dict[str, Tensor]:
-        """Forward and backward: adds to the gradients; returns the losses, [1], and per-token tensors by name, [n]."""
+        """Forward and backward: adds to the gradients; returns the losses, [1], and per-token tensors by name, [n].
+
+        Args:
+            logprobs: instead of the policy's, one with a wrapper's hooks around it.
+        """
         with torch.set_grad_enabled(micro_batch.has_gradient):
-            new, entropy = self.policy.logprobs(micro_batch.tokens, self.temperature)
+            new, entropy = (logprobs or self.policy.logprobs)(micro_batch.tokens, self.temperature)
         # with one pass per step the weights at its start are those of this very pass
         old = new.detach() if micro_batch.old is None else micro_batch.old
         correction = self._correct(micro_batch, old, mean_weight)
@@ -134,5 +165,7 @@ class PassRunner:
 
     def _divide_gradients(self, divisor: float) -> None:
         """The mean weight is known only after the last micro-batch; the loss is linear in it, so that is early enough."""
+        if self.across is not None:
+            return self.across.divide(divisor)
         gradients = [p.grad for p in self.policy.model.parameters() if p.grad is not None]
         torch._foreach_div_(gradients, divisor)

@@ -20,7 +20,8 @@ import yaml
 from . import assets
 from .config.compose import to_typed
 from .config.schema import Config
-from .errors import ConfigError, RunFailed
+from .distributed.launched import launch_problems, launched
+from .errors import ConfigError, ConfigErrors, RunFailed
 from .folder import RunFolder, State, read_status
 from .progress import ConsoleProgress
 from .rollout.process import Spawned, die_with_parent, spawn_workers
@@ -28,6 +29,7 @@ from .tasks import build as build_task
 from .track import Tracker, start_tracker
 
 if TYPE_CHECKING:
+    from .distributed.ranks import Ranks
     from .trainer import AsyncGRPOTrainer
 
 
@@ -86,10 +88,12 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
         folder.close()
         return 0
     stop.install()
-    spawned, tracker, progress = None, None, ConsoleProgress(path) if console else None
+    spawned, tracker, ranks, progress = None, None, None, ConsoleProgress(path) if console else None
     code = 1
     try:
         config = to_typed(yaml.safe_load((path / "config.yaml").read_text()))
+        if problems := launch_problems(config):
+            raise ConfigErrors(problems)
         set_environment(config)
         add_start_folder(folder)
         _say_source(config, folder)
@@ -100,8 +104,9 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
                 file=sys.stderr,
             )
         spawned = spawn_workers(config.rollout, folder.logs)
+        ranks = join()
         tracker = start_tracker(config.tracker, folder)
-        trainer = build_trainer(config, folder, spawned, tracker, stop, [progress] if progress else [])
+        trainer = build_trainer(config, folder, spawned, tracker, stop, [progress] if progress else [], ranks)
         stop.training = True
         state = trainer.train(resume_from_checkpoint=resume)
         code = 0 if state is State.done else stop.exit_code
@@ -127,6 +132,8 @@ def execute(path: Path, resume: bool, console: bool = True) -> int:
         stop.training = True  # what follows has to be done, and takes no time
         if progress is not None:
             progress.close()
+        if ranks is not None:
+            ranks.end(code)
         if spawned is not None:
             spawned.close()
         if tracker is not None:
@@ -160,7 +167,13 @@ def add_start_folder(folder: RunFolder) -> None:
 
 
 def build_trainer(
-    config: Config, folder: RunFolder, spawned: Spawned, tracker: Tracker, stop: StopSignal, callbacks: list[Any]
+    config: Config,
+    folder: RunFolder,
+    spawned: Spawned,
+    tracker: Tracker,
+    stop: StopSignal,
+    callbacks: list[Any],
+    ranks: "Ranks | None",
 ) -> "AsyncGRPOTrainer":
     """The two objects of the library, from a configuration."""
     from transformers.utils import logging as transformers_logging
@@ -182,7 +195,18 @@ def build_trainer(
         workers=spawned,
         should_stop=stop,
         folder=folder,
+        ranks=ranks,
     )
+
+
+def join() -> "Ranks | None":
+    """Meet the other ranks, where a launcher started some."""
+    found = launched()
+    if not found.by_launcher:
+        return None
+    from .distributed.ranks import Ranks
+
+    return Ranks(found)
 
 
 def first_line(error: BaseException) -> str:

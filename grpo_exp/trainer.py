@@ -23,9 +23,12 @@ from .bounds import Bounds
 from .callbacks import Callbacks
 from .checkpoint import Progress
 from .checks import check
-from .config.schema import Proximal, TaskName
+from .config.schema import Proximal, Strategy, TaskName
 from .decompose import Decomposer
 from .device import compute_device
+from .distributed.ranks import Ranks
+from .distributed.start import assemble
+from .distributed.team import Team
 from .errors import ConfigError, Interrupted
 from .evaluating import evaluate_if_due
 from .folder import RunFolder, State
@@ -64,6 +67,7 @@ class AsyncGRPOTrainer:
         tracker: where else metrics are shown; started and finished by the caller.
         workers: generator workers that were started before torch was imported.
         folder: the run folder, if the caller holds it already; else ``args.output_dir`` is opened and locked.
+        ranks: those of this run, where a launcher started several; this one leads them.
         should_stop: asked while the trainer waits and after each step; True ends the run as preempted.
 
     Raises:
@@ -88,6 +92,7 @@ class AsyncGRPOTrainer:
         workers: Spawned | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         folder: RunFolder | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.args = args or AsyncGRPOConfig()
         self.config = config = self.args.to_config()
@@ -125,6 +130,8 @@ class AsyncGRPOTrainer:
         self.passes = PassRunner(
             self.policy, config.algo, config.correction, config.rollout.temperature, self._reference()
         )
+        self.team = self._assemble(ranks)
+        self.updater: Optimizer | Team = self.team or self.optimizer
         self.bounds = Bounds(config.trainer, len(self.task.train))
         self.should_stop, self.workers = should_stop, workers
         self.callbacks = Callbacks(callbacks or (), self.args)
@@ -205,6 +212,15 @@ class AsyncGRPOTrainer:
         reference = Reference(self.policy, self.config.rollout.temperature, self.read_back.paused)
         self.read_back.reference = reference.weights
         return reference
+
+    def _assemble(self, ranks: Ranks | None) -> Team | None:
+        """The other ranks build what this one has, and wait for orders from then on."""
+        if ranks is None or self.config.distributed.strategy is Strategy.single:
+            return None
+        ranks.broadcast(("begin", (self.config,)))
+        self.passes.across = team = assemble(self.config, ranks, self.passes, self.optimizer)
+        self.read_back.with_team(team)
+        return team
 
     def cut(self, groups: list[Group]) -> StepBatch:
         """The micro-batches of some groups under the version that is trained."""

@@ -94,16 +94,16 @@ def update(trainer: "AsyncGRPOTrainer", batch: StepBatch, passes: Passes) -> Ste
     )
     lr *= trainer.alarm.lr_factor
     if not batch.trainable:
-        trainer.optimizer.zero_grad()
+        trainer.updater.zero_grad()
         outcome = StepOutcome(False, math.nan, 0.0, lr)
         trainer.event("skipped_step", {"reason": "no group has two valid rewards"})
     else:
-        outcome = trainer.optimizer.step(lr)
+        outcome = trainer.updater.step(lr)
     trainer.keeper.trace(progress.step, passes, outcome)
     if outcome.applied:
         progress.skipped_in_a_row = 0
         trainer.read_back.after_first_step(trainer.source.pool.observed)
-        trainer.optimizer.zero_grad()
+        trainer.updater.zero_grad()
         check_weights(trainer)
         trainer.recorder.warn_about_lost_updates(progress.step, outcome)
         return outcome
@@ -112,7 +112,7 @@ def update(trainer: "AsyncGRPOTrainer", batch: StepBatch, passes: Passes) -> Ste
         progress.skipped_total += 1
         where = find_overflow(trainer.passes, trainer.optimizer, batch.micro_batches, passes.scale)
         trainer.event("skipped_step", {"reason": "non-finite gradient", "scale": passes.scale, **where})
-    trainer.optimizer.zero_grad()
+    trainer.updater.zero_grad()
     if progress.skipped_in_a_row >= trainer.config.trainer.max_skipped_steps:
         raise RunFailed(
             f"{progress.skipped_in_a_row} steps in a row were skipped (trainer.max_skipped_steps); events.jsonl says why"

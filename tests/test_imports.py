@@ -15,12 +15,14 @@ ROOT = PACKAGE.parent
 LAYERS = (
     {"allocator", "errors"},
     {"assets", "config", "jsonl"},
+    {"distributed.launched"},
     {"alarm", "algo", "callbacks", "folder", "kernels", "manifest", "precision", "rollout.types", "tasks.types"},
     {
         "batch",
         "bounds",
         "checkpoint",
         "device",
+        "distributed",
         "head",
         "metrics",
         "observe",

@@ -137,6 +137,7 @@ class Schedule(Enum):
 
 class Strategy(Enum):
     single = "single"
+    ddp = "ddp"  # every rank holds the whole model
 
 
 class TrackerName(Enum):
@@ -349,7 +350,10 @@ class OptimConfig:
 
 @dataclass
 class DistributedConfig:
+    """How the ranks that a launcher started (torchrun, accelerate launch) train one policy together."""
+
     strategy: Strategy = Strategy.single
+    timeout_s: float = 600.0  # for ranks to meet in a sum of gradients, then the run fails
 
 
 @dataclass

@@ -150,6 +150,7 @@ def _number_problems(config: Config) -> list[ConfigError]:
     trainer, optim = config.trainer, config.optim
     positive = {
         "trainer.max_minutes": trainer.max_minutes,
+        "distributed.timeout_s": config.distributed.timeout_s,
         "trainer.stall_timeout_s": trainer.stall_timeout_s,
         "rollout.startup_timeout_s": config.rollout.startup_timeout_s,
         "rollout.request_timeout_s": config.rollout.request_timeout_s,
