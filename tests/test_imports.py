@@ -50,8 +50,8 @@ LAYERS = (
         "trainer",
         "updating",
     },
-    {"progress", "run"},
-    {"cli", "fetch", "launch", "plan", "probe_grid", "report"},
+    {"distributed.follow", "progress", "run"},
+    {"__main__", "cli", "fetch", "launch", "plan", "probe_grid", "report"},
 )
 """Each layer imports from itself and from those above it in this list."""
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ..policy import Policy
