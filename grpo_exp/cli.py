@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .distributed.follow import follow
+from .distributed.follow import dismiss, follow
 from .distributed.launched import launched
 from .errors import ConfigError, RunFailed
 
@@ -30,6 +30,8 @@ def main() -> None:
     except BrokenPipeError:  # "| head" has seen enough; without this, Python complains again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    if launched().num_ranks > 1 and launched().leads:
+        dismiss(code)
     sys.exit(code)
 
 

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 FAILED = 1
 
 
+def dismiss(code: int) -> None:
+    """The leader has nothing for the other ranks to do, or could not come to it: they wait to be told."""
+    from .ranks import Ranks
+
+    if not Ranks.met:
+        Ranks(launched()).end(code)
+
+
 def follow() -> int:
     """Run as another rank than the first; returns the exit code.
 

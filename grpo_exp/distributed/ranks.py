@@ -21,7 +21,11 @@ ORDER_TIMEOUT = timedelta(days=7)  # a rank that dies closes its connections, wh
 class Ranks:
     """This rank among all. One rank alone needs no process group: everything stays where it is."""
 
+    met = False
+    """Whether this process has met the others."""
+
     def __init__(self, launched: Launched) -> None:
+        Ranks.met = True
         self.index, self.count = launched.rank, launched.num_ranks
         self.control: Any = None
         self.compute: Any = None
