@@ -34,6 +34,7 @@ def the_run(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_two_ranks_under_ddp_train_what_one_process_trains(tmp_path: Path) -> None:
     for name, num_ranks, strategy in (("one", 0, "single"), ("two", 2, "ddp")):
         (tmp_path / name).mkdir()
