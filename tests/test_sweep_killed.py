@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from commands import SMALL, Command, Ended, processes, runs, step, wait_for
 from small_runs import events, metrics, status
+
+from grpo_exp.config.freeze import config_hash
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,24 @@ def test_two_sweeps_at_once_run_each_run_once(troubled: Troubled) -> None:
         assert status(path)["state"] == "done"
     for ended in troubled.together:
         assert "2 runs: 2 done" in ended.out
+
+
+@pytest.mark.slow
+def test_four_runs_and_two_sweeps_started_in_the_same_second_have_a_folder_each(tmp_path: Path) -> None:
+    """Each folder has the configuration that its command asked for, and its name is its hash."""
+    single = [(*SMALL, f"seed={seed}") for seed in range(4)]
+    sweeps = [("-m", *SMALL, "seed=4,5"), ("-m", *SMALL, "seed=0,4", "precision=bf16")]
+    started = time.monotonic()
+    together = [Command(*line, cwd=tmp_path) for line in (*single, *sweeps)]
+    assert time.monotonic() - started < 1
+    ended = [command.end() for command in together]
+    assert [one.code for one in ended] == [0] * 6, [one.err for one in ended]
+    paths = [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
+    configs = {path: yaml.safe_load((path / "config.yaml").read_text()) for path in paths}
+    asked = [(seed, None) for seed in range(6)] + [(0, "bf16"), (4, "bf16")]
+    found = [(config["seed"], config["precision"]["compute"]) for config in configs.values()]
+    assert sorted(found, key=str) == sorted(asked, key=str)
+    for path, config in configs.items():
+        assert path.name.rpartition("_")[2] == config_hash(config)
+        assert [row["step"] for row in metrics(path)] == [0, 1, 2]
+        assert status(path)["state"] == "done"
