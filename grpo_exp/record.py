@@ -1,6 +1,7 @@
 """The rows of a run: what a step's metrics are made of, and everyone who is told of them."""
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from .batch import StepBatch
 from .callbacks import Callbacks
 from .checkpoint import Progress
 from .config.schema import AlgoConfig
+from .details import details_of
 from .folder import RunFolder
 from .metrics import Passes, peak_memory_bytes, step_metrics
 from .optim import StepOutcome
@@ -58,6 +60,19 @@ class Recorder:
     @property
     def wall_s(self) -> float:
         return time.perf_counter() - self._wall_start
+
+    def details(
+        self,
+        step: int,
+        batch: StepBatch,
+        passes: Passes,
+        num_samples: int,
+        decode: Callable[[Sequence[Any], Any], list[Any]],
+    ) -> None:
+        """Show the tracker, where it is due, what does not fit in a row."""
+        every = self.tracker.details_every
+        if every and step % every == 0:
+            self.tracker.details(step, details_of(step, batch, passes, num_samples, decode))
 
     def row(
         self,

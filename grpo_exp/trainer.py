@@ -186,6 +186,7 @@ class AsyncGRPOTrainer:
         clock.lap("train")
         self._publish(outcome)
         clock.lap("sync")
+        self.recorder.details(self.progress.step, batch, passes, self.config.tracker.num_samples, self.codec.decode)
         row = self.recorder.row(self.progress, batch, passes, outcome, clock, self.source)
         row |= self.decomposer.measure(fresh, passes, self.progress)
         self._look_for_collapse(row)

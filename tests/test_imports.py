@@ -41,6 +41,7 @@ LAYERS = (
         "args",
         "checks",
         "decompose",
+        "details",
         "evaluating",
         "first_sync",
         "keep",

@@ -19,7 +19,9 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_task(folder)
     arms = "task.reward=rewards.py:good,rewards.py:bad,examples_good.py:good"
     (folder / "examples_good.py").write_text((folder / "rewards.py").read_text())
-    done = command("-m", *SMALL, *JSONL, arms, "tracker=wandb", cwd=folder, **without_account(folder))
+    done = command(
+        "-m", *SMALL, *JSONL, arms, "tracker=wandb", "tracker.details_every=2", cwd=folder, **without_account(folder)
+    )
     assert done.code == 1, done.err
     return folder / "runs"
 
@@ -46,6 +48,10 @@ def test_a_sweep_whose_middle_arm_fails_is_three_runs_with_their_own_configs_and
             assert parts[0].summary["final/reward/mean"] == 0.5
             assert parts[0].summary["observed/compute"] == "fp32"
             assert {"step", "samples", "tokens", "wall_s"} <= parts[0].metrics.keys()
+            rows = [row for row in parts[0].history if row["step"]]
+            assert [row.get("completions/nrows") for row in rows] == [None, 4]
+            tokens = rows[1]["tokens"] - rows[0]["tokens"]
+            assert sum(rows[1]["mismatch/log_ratio/values"]) == tokens
 
 
 def test_a_sweep_is_uploaded_once_and_a_server_that_is_gone_is_tried_again(sweep: Path) -> None:

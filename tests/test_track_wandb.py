@@ -1,11 +1,13 @@
 """The wandb tracker against the real package: what it logged is read back from the files that wandb wrote."""
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from wandb_file import Segment, segments
 
 from grpo_exp.config.schema import TrackerConfig, TrackerName, WandbMode
-from grpo_exp.track import TrackedRun, Tracker, build, guarded
+from grpo_exp.track import Details, Sample, TrackedRun, Tracker, build, guarded
 
 OFFLINE = TrackerConfig(name=TrackerName.wandb, project="lab", entity="team", mode=WandbMode.offline, tags=["a", "b"])
 SCRIPT = """
@@ -112,6 +114,27 @@ def test_a_run_in_wandb_is_the_run_of_the_folder(run_dir: Path) -> None:
     ]
     assert (rows[2]["step"], np.isnan(rows[2]["reward/mean"])) == (2, True)
     assert seen.metrics == {"step": "", "samples": "", "tokens": "", "wall_s": "", "*": "step"}
+
+
+def test_completions_and_a_histogram_are_shown_with_the_row_of_their_step(run_dir: Path) -> None:
+    tracker = start(tracked(run_dir))
+    assert tracker.details_every == 25
+    sample = Sample(25, "abc>", "cba", None, 3, True)
+    tracker.details(25, Details([sample, replace(sample, reward=1.0)], counts=[1, 2], edges=[-0.5, 0.0, 0.5]))
+    tracker.log(25, {"reward/mean": 1.0})
+    tracker.log(26, {"reward/mean": 0.5})
+    tracker.finish(0)
+
+    seen = only(segments(run_dir))
+    shown, after = seen.history
+    assert shown["mismatch/log_ratio/values"] == [1, 2]
+    assert shown["mismatch/log_ratio/bins"] == [-0.5, 0, 0.5]
+    assert shown["completions/nrows"] == 2
+    table = next(run_dir.glob("wandb/*/files/media/table/*.table.json"))
+    content = json.loads(table.read_text())
+    assert content["columns"] == ["step", "prompt", "completion", "reward", "num_tokens", "finished"]
+    assert content["data"][0] == [25, "abc>", "cba", None, 3, True]
+    assert "completions/nrows" not in after
 
 
 def test_wandb_writes_into_the_run_folder_only(

@@ -363,6 +363,8 @@ class TrackerConfig:
     entity: str | None = None
     mode: WandbMode = WandbMode.auto
     tags: list[str] = field(default_factory=list)
+    details_every: int = 25  # steps; 0 = no completions and no histogram of log-ratios
+    num_samples: int = 4  # completions in the table of such a step
 
 
 @dataclass

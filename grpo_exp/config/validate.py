@@ -132,6 +132,8 @@ def _count_problems(config: Config) -> list[ConfigError]:
         "rollout.max_staleness": rollout.max_staleness,
         "rollout.max_retries": rollout.max_retries,
         "rollout.max_failures": rollout.max_failures,
+        "tracker.details_every": config.tracker.details_every,
+        "tracker.num_samples": config.tracker.num_samples,
     }
     threads = {"trainer.num_threads": trainer.num_threads, "rollout.num_threads": rollout.num_threads}
     problems = [

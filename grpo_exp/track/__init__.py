@@ -12,11 +12,11 @@ import yaml
 
 from grpo_exp.config.schema import TrackerConfig, TrackerName
 from grpo_exp.folder import RunFolder
-from grpo_exp.track.base import NullTracker, TrackedRun, Tracker
+from grpo_exp.track.base import Details, NullTracker, Sample, TrackedRun, Tracker
 from grpo_exp.track.guard import guarded, log_warning
 from grpo_exp.track.wandb_options import validate
 
-__all__ = ["NullTracker", "TrackedRun", "Tracker", "build", "guarded", "start_tracker", "validate"]
+__all__ = ["Details", "NullTracker", "Sample", "TrackedRun", "Tracker", "build", "guarded", "start_tracker", "validate"]
 
 
 def build(config: TrackerConfig, on_warning: Callable[[str], None] = log_warning) -> Tracker:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Protocol, runtime_checkable
 
-from grpo_exp.track.base import TrackedRun, Tracker
+from grpo_exp.track.base import Details, TrackedRun, Tracker
 
 START_S = 120.0  # the tracker has shorter limits of its own: this one is for when they fail
 FINISH_S = 20.0
@@ -53,6 +53,7 @@ class _Guarded:
         self._tracker = tracker
         self._on_warning = on_warning
         self._limit_s = limit_s
+        self.details_every = tracker.details_every
         # SimpleQueue, because a signal handler may use it while the thread that it interrupts does.
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._warnings: SimpleQueue[str] = SimpleQueue()
@@ -75,6 +76,10 @@ class _Guarded:
         if not tried.wait(START_S):
             self._warn("start is slow", f"the tracker has not started within {START_S:g} s; training goes on")
         self._hand_out_warnings()
+
+    def details(self, step: int, details: Details) -> None:
+        if self._thread is not None and self._pid == os.getpid() and self._calls.qsize() < QUEUE_ROWS:
+            self._calls.put(lambda: self._details(step, details))
 
     def log(self, step: int, row: Mapping[str, float | None]) -> None:
         if self._thread is None or self._pid != os.getpid():
@@ -108,6 +113,10 @@ class _Guarded:
     def _log(self, step: int, row: Mapping[str, float | None]) -> None:
         if self._takes_rows:
             self._try("log", lambda: self._tracker.log(step, row))
+
+    def _details(self, step: int, details: Details) -> None:
+        if self._takes_rows:
+            self._try("details", lambda: self._tracker.details(step, details))
 
     def _finish(self, exit_code: int) -> None:
         """Also of a tracker that failed to start: what it did begin must not end as a success by itself."""

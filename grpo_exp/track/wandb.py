@@ -9,12 +9,13 @@ has seen; a run that is resumed from an older checkpoint therefore goes on count
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_exp.config.schema import TrackerConfig
 from grpo_exp.track import wandb_options as options
-from grpo_exp.track.base import TrackedRun
+from grpo_exp.track.base import Details, Sample, TrackedRun
 from grpo_exp.track.summary import summary
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class WandbTracker:
 
     def __init__(self, config: TrackerConfig, on_warning: Callable[[str], None], init_s: float = INIT_S) -> None:
         self._config = config
+        self.details_every = config.details_every
+        self._details: dict[str, object] = {}
         self._on_warning = on_warning
         self._init_s = init_s
         self._run: wandb.Run | None = None
@@ -70,7 +73,24 @@ class WandbTracker:
         if self._run is None or self._steps is None or self._pid != os.getpid():
             return
         known = {key: value for key, value in row.items() if value is not None}
-        self._run.log({**known, "step": step}, step=self._steps.next(step), commit=True)
+        details, self._details = self._details, {}
+        self._run.log({**known, **details, "step": step}, step=self._steps.next(step), commit=True)
+
+    def details(self, step: int, details: Details) -> None:
+        """Kept for the row of the step: wandb has one row for each of its counts."""
+        if self._run is None or self._pid != os.getpid():
+            return
+        import numpy as np
+
+        import wandb
+
+        rows = [list(vars(sample).values()) for sample in details.samples]
+        columns: list[str | int] = [entry.name for entry in fields(Sample)]
+        histogram = (np.array(details.counts), np.array(details.edges))
+        self._details = {
+            "completions": wandb.Table(columns=columns, data=rows),
+            "mismatch/log_ratio": wandb.Histogram(np_histogram=histogram),
+        }
 
     def finish(self, exit_code: int) -> None:
         run, self._run = self._run, None
