@@ -70,7 +70,7 @@ class Recorder:
         decode: Callable[[Sequence[Any], Any], list[Any]],
     ) -> None:
         """Show the tracker, where it is due, what does not fit in a row."""
-        every = self.tracker.details_every
+        every = getattr(self.tracker, "details_every", 0)
         if every and step % every == 0:
             self.tracker.details(step, details_of(step, batch, passes, num_samples, decode))
 

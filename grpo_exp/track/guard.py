@@ -53,7 +53,7 @@ class _Guarded:
         self._tracker = tracker
         self._on_warning = on_warning
         self._limit_s = limit_s
-        self.details_every = tracker.details_every
+        self.details_every: int = getattr(tracker, "details_every", 0)  # a tracker may know of none
         # SimpleQueue, because a signal handler may use it while the thread that it interrupts does.
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._warnings: SimpleQueue[str] = SimpleQueue()

@@ -108,6 +108,8 @@ class WandbTracker:
     def _summarize(self, run: "wandb.Run") -> None:
         try:
             run.summary.update(summary(self._run_dir))
+        except ConnectionError:  # the service is gone, as the end will say
+            return
         except Exception as error:  # the end of the run must be told, whatever becomes of its overview
             self._on_warning(f"wandb: the run has no summary: {type(error).__name__}: {error}")
 
