@@ -1,5 +1,7 @@
 """The comparison as one HTML file: its bytes, its limits, and how a real browser takes it."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from test_report_compare import NASTY, golden
 from grpo_exp.report.compare import main
 
 LIMIT_BYTES = 400_000
+
+AXE = os.environ.get("AXE_CORE")
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +144,21 @@ def test_a_browser_without_network_opens_it_and_sorts_by_keyboard(tmp_path: Path
             event["params"]["request"]["url"] for event in tab.events if event["method"] == "Network.requestWillBeSent"
         ]
         assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(
+    CHROMIUM is None or AXE is None, reason="no chromium, or AXE_CORE names no axe.min.js (npm axe-core)"
+)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_core_finds_nothing_that_keeps_anyone_from_reading_it(scheme: str, tmp_path: Path) -> None:
+    write_troubled_sweep(Path("runs"))
+    written()
+    assert AXE is not None
+    with page(tmp_path / "profile") as tab:
+        tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        tab.open(tmp_path / "report.html")
+        tab.js(Path(AXE).read_text() + ";0")
+        run = "axe.run().then(found => JSON.stringify(found.violations.map(v => [v.id, v.impact, v.nodes.length])))"
+        answer = tab.call("Runtime.evaluate", expression=run, awaitPromise=True, returnByValue=True)
+        assert json.loads(answer["result"]["value"]) == []
