@@ -55,7 +55,7 @@ def test_a_sweep_whose_middle_arm_fails_is_three_runs_with_their_own_configs_and
 
 
 def test_a_sweep_is_uploaded_once_and_a_server_that_is_gone_is_tried_again(sweep: Path) -> None:
-    """F12: what was not uploaded is said, marked as nothing else, and goes with the next call."""
+    """F5: what was not uploaded is said, marked as nothing else, and goes with the next call."""
     gone = sync(sweep, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=KEY)
     assert gone.code == 1
     assert "http://127.0.0.1:9 cannot be reached" in gone.err

@@ -149,20 +149,23 @@ def test_wandb_writes_into_the_run_folder_only(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_run_resumed_from_an_older_checkpoint_keeps_its_id_and_loses_no_row(run_dir: Path) -> None:
-    """F4, F5: two offline segments of one id; the count of wandb rises where our step goes back."""
-    for first, last, exit_code in ((0, 5, 143), (3, 6, 0)):
+def test_a_run_resumed_twice_from_older_checkpoints_is_one_run_with_each_step_once(run_dir: Path) -> None:
+    """F4, F5: three offline segments of one id; the count of wandb only rises."""
+    for first, last, exit_code in ((0, 5, 143), (3, 6, 143), (5, 8, 0)):
         tracker = start(tracked(run_dir))
+        if first:
+            tracker.log(first - 1, {"eval/accuracy": 0.5})  # made up for, now that there is time
         for step in range(first, last):
-            tracker.log(step, {"reward/mean": float(step)})
+            tracker.log(step, {"time": 0.0, "reward/mean": float(step)})
         tracker.finish(exit_code)
 
-    before, after = segments(run_dir)
-    assert before.run_id == after.run_id == (run_dir / "wandb_id").read_text().strip()
-    assert [row["step"] for row in before.history] == [0, 1, 2, 3, 4]
-    assert [row["step"] for row in after.history] == [3, 4, 5]
-    assert [row["_step"] for row in before.history + after.history] == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert (before.exit_code, after.exit_code) == (143, 0)
+    found = segments(run_dir)
+    assert {part.run_id for part in found} == {(run_dir / "wandb_id").read_text().strip()}
+    rows = [row for part in found for row in part.history]
+    assert [row["step"] for row in rows if "reward/mean" in row] == list(range(8))
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [2, 4]
+    assert [row["_step"] for row in rows] == sorted({row["_step"] for row in rows})
+    assert [part.exit_code for part in found] == [143, 143, 0]
 
 
 def test_a_step_logged_twice_makes_two_rows_rather_than_none(run_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """What the overview of a run shows in wandb: how it ended, its best values, and the dtypes that were in effect."""
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def summary(run_dir: Path) -> dict[str, Json]:
     found: dict[str, Json] = {}
     rows = jsonl.read(run_dir / "metrics.jsonl")
     for key in SUMMARIZED:
-        values = [value for row in rows if isinstance(value := row.get(key), int | float)]
+        values = [value for row in rows if isinstance(value := row.get(key), int | float) and math.isfinite(value)]
         if values:
             found |= {f"final/{key}": values[-1], f"best/{key}": max(values)}
     return found | {f"observed/{site}": dtype for site, dtype in observed(run_dir)}

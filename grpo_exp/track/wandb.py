@@ -1,8 +1,8 @@
 """Shows runs in wandb: one wandb run for each run folder, online or offline.
 
 The x axis is our own metric ``step``. wandb also counts by itself, and drops every row whose count is lower than one it
-has seen; a run that is resumed from an older checkpoint therefore goes on counting from ``RUN/wandb_step``, while its
-``step`` goes back. Only this module imports wandb, and only inside functions. Use it through
+has seen; a run that is resumed therefore goes on counting from ``RUN/wandb_step``. Steps that it does again, since the
+checkpoint was older, are there once: as they were the first time. Only this module imports wandb, and only inside functions. Use it through
 :func:`grpo_exp.track.guarded`, which adds the limits of time.
 """
 
@@ -69,8 +69,13 @@ class WandbTracker:
             logging.getLogger("grpo_exp.track").info("wandb: %s", self._run.url)
 
     def log(self, step: int, row: Mapping[str, float | None]) -> None:
-        """Null values are left out: wandb has no point to draw for them."""
+        """Null values are left out: wandb has no point to draw for them.
+
+        So are steps that an earlier attempt of the run has shown; what is added to one later, an evaluation, is not.
+        """
         if self._run is None or self._steps is None or self._pid != os.getpid():
+            return
+        if "time" in row and self._steps.shown_before(step):
             return
         known = {key: value for key, value in row.items() if value is not None}
         details, self._details = self._details, {}
@@ -155,20 +160,26 @@ class WandbTracker:
 class _Steps:
     """Counts for wandb: the step itself, raised by as much as it takes never to repeat or go back.
 
-    The last count is kept in a file, so that it also rises from one offline segment of a run to the next.
+    The last count and the highest step are kept in a file, so that the count also rises from one attempt of a run to the
+    next, and a step that is done again after a resume from an older checkpoint is known.
     """
 
     def __init__(self, path: Path, at_least: int) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        text = os.pread(self._fd, 32, 0).strip()
-        self._free = max(at_least, int(text) + 1 if text.isdigit() else 0)
+        count, _, highest = os.pread(self._fd, 32, 0).strip().partition(b" ")
+        self._free = max(at_least, int(count) + 1 if count.isdigit() else 0)
+        self._before = self._highest = int(highest) if highest.isdigit() else -1
         self._raise_by = 0
+
+    def shown_before(self, step: int) -> bool:
+        """By an earlier attempt."""
+        return step <= self._before
 
     def next(self, step: int) -> int:
         self._raise_by = max(self._raise_by, self._free - step)
         count = step + self._raise_by
-        self._free = count + 1
-        os.pwrite(self._fd, b"%012d\n" % count, 0)
+        self._free, self._highest = count + 1, max(self._highest, step)
+        os.pwrite(self._fd, b"%012d %012d\n" % (count, self._highest), 0)
         return count
 
     def close(self) -> None:
