@@ -29,7 +29,18 @@ MAX_NEW = 12
 
 def policy(model: nn.Module) -> Policy:
     sites = dict.fromkeys(
-        ("params", "compute", "head", "grad_reduce", "optimizer_state", "rollout", "rollout_head", "kv_cache", "wire"),
+        (
+            "params",
+            "compute",
+            "head",
+            "grad_reduce",
+            "optimizer_state",
+            "rollout",
+            "rollout_head",
+            "kv_cache",
+            "wire",
+            "reference",
+        ),
         FP32,
     )
     return Policy(model, Precision(**sites, matmul="highest", loss_scale=LossScaleConfig(), reasons={}), chunk=64)
