@@ -20,7 +20,6 @@ from grpo_exp.track.summary import summary
 
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]  # ships no types
-
     import wandb
 
 AXES = ("step", "samples", "tokens", "wall_s")  # any of them can be the x axis of a panel
@@ -86,7 +85,6 @@ class WandbTracker:
         if self._run is None or self._pid != os.getpid():
             return
         import numpy as np
-
         import wandb
 
         rows = [list(vars(sample).values()) for sample in details.samples]
