@@ -51,7 +51,7 @@ def test_a_sweep_whose_middle_arm_fails_is_three_runs_with_their_own_configs_and
             rows = [row for row in parts[0].history if row["step"]]
             assert [row.get("completions/nrows") for row in rows] == [None, 4]
             tokens = rows[1]["tokens"] - rows[0]["tokens"]
-            assert sum(rows[1]["mismatch/log_ratio/values"]) == tokens
+            assert sum(rows[1]["log_ratio/values"]) == tokens
 
 
 def test_a_sweep_is_uploaded_once_and_a_server_that_is_gone_is_tried_again(sweep: Path) -> None:

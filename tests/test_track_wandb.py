@@ -127,8 +127,8 @@ def test_completions_and_a_histogram_are_shown_with_the_row_of_their_step(run_di
 
     seen = only(segments(run_dir))
     shown, after = seen.history
-    assert shown["mismatch/log_ratio/values"] == [1, 2]
-    assert shown["mismatch/log_ratio/bins"] == [-0.5, 0, 0.5]
+    assert shown["log_ratio/values"] == [1, 2]
+    assert shown["log_ratio/bins"] == [-0.5, 0, 0.5]
     assert shown["completions/nrows"] == 2
     table = next(run_dir.glob("wandb/*/files/media/table/*.table.json"))
     content = json.loads(table.read_text())

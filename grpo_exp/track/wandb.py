@@ -92,7 +92,7 @@ class WandbTracker:
         histogram = (np.array(details.counts), np.array(details.edges))
         self._details = {
             "completions": wandb.Table(columns=columns, data=rows),
-            "mismatch/log_ratio": wandb.Histogram(np_histogram=histogram),
+            "log_ratio": wandb.Histogram(np_histogram=histogram),
         }
 
     def finish(self, exit_code: int) -> None:
