@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .alarm import Alarm
-from .allocator import keep_freed_memory
+from .allocator import fewer_collections, keep_freed_memory
 from .args import AsyncGRPOConfig
 from .assets import locate
 from .batch import StepBatch, build_batch
@@ -161,8 +161,9 @@ class AsyncGRPOTrainer:
         state, error = State.failed, None
         try:
             start(self, resume_from_checkpoint)
-            while not self.ended() and self.step():
-                pass
+            with fewer_collections():
+                while not self.ended() and self.step():
+                    pass
             state = finish(self)
         except Interrupted:
             state = preempt(self)

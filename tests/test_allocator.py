@@ -1,6 +1,9 @@
+import gc
 import os
 import subprocess
 import sys
+
+from grpo_exp.allocator import YOUNG_OBJECTS, fewer_collections
 
 PROGRAM = """
 import ctypes, resource, sys
@@ -39,3 +42,20 @@ def test_memory_that_was_freed_is_used_again_without_asking_the_kernel() -> None
 def test_what_the_user_has_set_for_malloc_wins() -> None:
     done, _ = page_faults("keep", MALLOC_ARENA_MAX="2")
     assert not done
+
+
+def test_the_collector_looks_less_often_while_a_run_trains_and_as_often_as_before_afterwards() -> None:
+    before = gc.get_threshold()
+    with fewer_collections():
+        assert gc.get_threshold() == (max(before[0], YOUNG_OBJECTS), *before[1:])
+    assert gc.get_threshold() == before
+
+
+def test_a_collector_that_the_user_has_turned_off_stays_off() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with fewer_collections():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
