@@ -137,6 +137,17 @@ class Contestant:
         raise RuntimeError(f"a contestant ended with exit code {self.process.wait()}: {self.process.args}")
 
 
+def take_turns(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[Block]]:
+    """A block of each in turn, ``rounds`` times; ends them."""
+    blocks: dict[str, list[Block]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, contestant in contestants.items():
+            blocks[name].append(contestant.block())
+    for contestant in contestants.values():
+        contestant.close()
+    return blocks
+
+
 class Turns:
     """The contestant's side: call :meth:`step_done` after each step; it waits for its turn between blocks.
 

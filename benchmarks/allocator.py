@@ -9,7 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from _common import Block, Contestant, Turns, header, ratio, spread, verdict
+from _common import Contestant, Turns, header, ratio, spread, take_turns, verdict
 from overlap import loop_training
 
 
@@ -17,12 +17,7 @@ def compare(precision: str, rounds: int, steps: int) -> None:
     header(f"allocator: training of tiny, reverse, {precision}, {rounds} rounds of {steps} steps each")
     common = [str(Path(__file__).resolve()), "--steps", str(steps), "--precision", precision, "--contestant"]
     running = {name: Contestant([*common, name]) for name in ("default", "kept")}
-    blocks: dict[str, list[Block]] = {name: [] for name in running}
-    for _ in range(rounds):
-        for name, contestant in running.items():
-            blocks[name].append(contestant.block())
-    for contestant in running.values():
-        contestant.close()
+    blocks = take_turns(running, rounds)
     seconds = {name: [block.wall_s / block.steps for block in found] for name, found in blocks.items()}
     for name, found in seconds.items():
         print(f"  {name:8} {spread(found, ' ms', 1e3)} a step")

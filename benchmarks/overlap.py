@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _common import Block, Contestant, Turns, header, make_trainer, spread, verdict
+from _common import Contestant, Turns, header, make_trainer, spread, take_turns, verdict
 
 if TYPE_CHECKING:
     from grpo_exp.rollout.types import Group, Request
@@ -99,12 +99,7 @@ def compare(precision: str, rounds: int, warm_up: int, steps: int) -> None:
         "generation": Contestant([*common, "--contestant", "generation"], cpus={cores[-1]}),
         "training": Contestant([*common, "--contestant", "training"], cpus={cores[0]}),
     }
-    blocks: dict[str, list[Block]] = {name: [] for name in running}
-    for _ in range(rounds):
-        for name, contestant in running.items():
-            blocks[name].append(contestant.block())
-    for contestant in running.values():
-        contestant.close()
+    blocks = take_turns(running, rounds)
     seconds = {name: [block.wall_s / block.steps for block in found] for name, found in blocks.items()}
     for name, found in seconds.items():
         cpu = statistics.median(block.cpu_s / block.steps for block in blocks[name])

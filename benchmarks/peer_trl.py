@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _common import STEPS_BOUND, Block, Contestant, Turns, header, make_trainer, ratio, spread, verdict
+from _common import STEPS_BOUND, Block, Contestant, Turns, header, make_trainer, ratio, spread, take_turns, verdict
 
 PROMPTS, GROUP, NEW_TOKENS, LEARNING_RATE = 32, 8, 8, 1e-3
 
@@ -97,12 +97,7 @@ def compare(rounds: int, warm_up: int, steps: int) -> None:
         label: Contestant([script, "--contestant", name, *common], threads)
         for label, (name, threads) in entries.items()
     }
-    blocks: dict[str, list[Block]] = {label: [] for label in entries}
-    for _ in range(rounds):
-        for label, contestant in running.items():
-            blocks[label].append(contestant.block())
-    for contestant in running.values():
-        contestant.close()
+    blocks = take_turns(running, rounds)
     for label, found in blocks.items():
         tokens = statistics.mean(block.tokens / block.steps for block in found)
         cpu = spread((block.cpu_s / block.steps for block in found), " CPU-s")

@@ -1,8 +1,7 @@
 """How memory is treated between two steps: by glibc's malloc on a CPU, and by Python's collector. Imports no torch.
 
 By default malloc hands large blocks back to the kernel as soon as torch frees them, and a training pass, which allocates
-the same sizes again and again, pays for every page anew: some 5000 page faults and a sixth of the time of a step of the tiny model
-(``benchmarks/allocator.py``).
+the same sizes again and again, pays for every page anew (``benchmarks/allocator.py``).
 """
 
 import ctypes

@@ -31,7 +31,7 @@ RNG = "rng"
 
 @dataclass
 class Progress:
-    """Where a run stands. ``update`` is the policy version: the number of applied optimizer steps."""
+    """Where a run stands. ``update`` is the policy version: the number of steps that changed the weights."""
 
     step: int = 0
     update: int = 0

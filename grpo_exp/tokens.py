@@ -59,7 +59,7 @@ class Codec:
 def quickest_decoder(tokenizer: Any) -> Any:
     """The tokenizers library's own object where that is all that ``decode`` asks, else the tokenizer itself.
 
-    What transformers does around it (looking through the ids for tensors) takes five times as long as the decoding.
+    What transformers does around it, such as looking through the ids for tensors, takes longer than decoding a short text.
     """
     from transformers import TokenizersBackend
 

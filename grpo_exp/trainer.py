@@ -4,8 +4,8 @@
             ▲   groups, each with the versions that sampled it                            │
             └──────────────────────────── generator workers ◀─────────────────────────────┘
 
-The policy version is the number of steps that changed the weights, by one optimizer update or several. A skipped step (a non-finite gradient, or no valid reward)
-advances neither version nor learning rate, and nothing is published for it.
+The policy version is the number of steps that changed the weights, by one optimizer update or several. A skipped step (a
+non-finite gradient, or no valid reward) advances neither version nor learning rate, and nothing is published for it.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ from grpo_exp.config.compose import PACKAGE
 
 ROOT = PACKAGE.parent
 LAYERS = (
-    {"allocator", "errors"},
+    {"allocator", "arguments", "errors"},
     {"assets", "config", "jsonl"},
     {"distributed.launched"},
     {"alarm", "algo", "callbacks", "folder", "kernels", "manifest", "precision", "rollout.types", "tasks.types"},

@@ -6,7 +6,7 @@ a sequence ratio.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,8 +52,8 @@ def ppo_clip(tokens: Tokens, algo: AlgoConfig) -> PolicyLoss:
 
 def gspo(tokens: Tokens, algo: AlgoConfig) -> PolicyLoss:
     """GSPO (arXiv 2507.18071): PPO's loss with one ratio for all T tokens of a sequence, ``exp(sum(new - p) / T)``."""
-    log_ratio = clamp_log_ratio(_means(tokens.new - tokens.proximal.detach(), tokens.sequence))
-    return _clipped(log_ratio.exp(), tokens.advantages, algo)
+    log_ratio = _means(tokens.new - tokens.proximal.detach(), tokens.sequence)
+    return ppo_clip(replace(tokens, new=log_ratio, proximal=torch.zeros_like(log_ratio)), algo)
 
 
 def cispo(tokens: Tokens, algo: AlgoConfig) -> PolicyLoss:
@@ -75,7 +75,7 @@ def dppo_tv(tokens: Tokens, algo: AlgoConfig) -> PolicyLoss:
     """
     ratio, advantages = _ratio(tokens), tokens.advantages.detach()
     moved = tokens.new.detach().exp() - tokens.mu.exp()
-    beyond = _beyond(moved, -algo.clip_low, algo.clip_high, advantages)
+    beyond = ((advantages > 0) & (moved > algo.clip_high)) | ((advantages < 0) & (moved < -algo.clip_low))
     # not by where(): a NaN in a rejected token must reach the loss
     return PolicyLoss(-ratio * advantages * (~beyond).to(ratio), ratio.detach(), beyond)
 
@@ -95,18 +95,6 @@ def policy_loss(tokens: Tokens, algo: AlgoConfig) -> PolicyLoss:
 
 def _ratio(tokens: Tokens) -> Tensor:
     return clamp_log_ratio(tokens.new - tokens.proximal.detach()).exp()
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, algo: AlgoConfig) -> PolicyLoss:
-    advantages = advantages.detach()
-    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high) * advantages)
-    seen = ratio.detach()
-    return PolicyLoss(-gain, seen, _beyond(seen, 1 - algo.clip_low, 1 + algo.clip_high, advantages))
-
-
-def _beyond(values: Tensor, low: float, high: float, advantages: Tensor) -> Tensor:
-    """Whether a value is beyond the side that is active for the sign of the advantage, bool."""
-    return ((advantages > 0) & (values > high)) | ((advantages < 0) & (values < low))
 
 
 def _means(values: Tensor, sequence: Tensor) -> Tensor:

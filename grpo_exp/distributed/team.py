@@ -112,8 +112,6 @@ class Team:
         others = self.ranks.gather((outcome.applied, self.optimizer.loss_scale.scale))
         if len(set(others)) > 1:
             raise RunFailed(f"ranks came to different steps (applied, loss scale): {others}")
-        if outcome.applied and not self.ranks.leads:
-            self._zero_grad()
         return outcome
 
     def _zero_grad(self) -> None:

@@ -3,7 +3,6 @@
 Works while they run, and on a copy of the folders elsewhere; where Slurm is at hand it is asked what waits and why.
 """
 
-import argparse
 import json
 import os
 import time
@@ -17,6 +16,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from ..arguments import Parser
 from ..errors import ConfigError
 from ..report.arms import design, natural
 from ..report.compare import terminal
@@ -46,7 +46,7 @@ class Line:
 
 def main(argv: list[str]) -> int:
     """``grpo-exp status``: 0 whatever the states are, 2 for a path without runs."""
-    parser = argparse.ArgumentParser(prog="grpo-exp status", description="How the runs of a sweep go.")
+    parser = Parser(prog="grpo-exp status", description="How the runs of a sweep go.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a sweep's folder, or a run's")
     parser.add_argument("--watch", action="store_true", help=f"look again every {EVERY_S:.0f} s until all is over")
     parser.add_argument("--json", action="store_true", help="a list of the runs, for programs")
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 def cancel(argv: list[str]) -> int:
     """``grpo-exp cancel``: ends the Slurm jobs of a sweep. Returns 1 if Slurm does not answer."""
-    parser = argparse.ArgumentParser(prog="grpo-exp cancel", description="End the Slurm jobs of a sweep.")
+    parser = Parser(prog="grpo-exp cancel", description="End the Slurm jobs of a sweep.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a sweep's folder, or a run's")
     paths = parser.parse_args(argv).paths
     known = queue.jobs() if queue.is_there() else None

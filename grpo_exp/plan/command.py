@@ -7,11 +7,11 @@ user can put right; 3 where ``--memory`` is given and an arm does not fit.
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
+from ..arguments import Parser
 from ..config.compose import Composed, run_app
 from ..config.schema import Config
 from ..launch.prepare import check_all
@@ -34,12 +34,6 @@ class Planned:
     name: str
     config: Config
     jobs: tuple[int, ...]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message} (grpo-exp plan --help shows the usage)", file=sys.stderr)
-        raise SystemExit(2)
 
 
 def main(argv: list[str]) -> int:
@@ -167,7 +161,7 @@ def _parts(report: dict[str, Any], options: argparse.Namespace) -> list[Grid | L
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="grpo-exp plan",
         description="What a run or a sweep needs, before it is launched: the arguments are those of grpo-exp.",
         epilog="Exit code 3: --memory is given and an arm needs more. Libraries' own memory is not counted.",

@@ -2,17 +2,17 @@
 
 import argparse
 import difflib
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..arguments import Parser
 from ..config.compose import CONF_DIR
 from ..config.messages import allowed
 from ..config.schema import ProbeConfig
@@ -71,16 +71,10 @@ TAKEN = {
 """Settings of a run that vary inside the grid."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message} (grpo-exp probe --help shows the usage)", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def parser() -> argparse.ArgumentParser:
     defaults = ProbeSettings()
     listed = "\n".join(f"  {PREFIX}{entry.name}={_shown(getattr(defaults, entry.name))}" for entry in fields(defaults))
-    result = _Parser(
+    result = Parser(
         prog="grpo-exp probe",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Sample completions with every generator asked for, score them with every trainer, and say how far\n"

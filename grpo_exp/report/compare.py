@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 
+from ..arguments import Parser
 from ..errors import ConfigError
 from .export import to_csv, to_json
 from .load import find_runs
@@ -21,12 +21,6 @@ from .render import to_markdown, to_terminal
 from .tables import Summary, summarise
 
 PLAIN_WIDTH = 100  # columns, where the output is no terminal
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message} (grpo-exp compare --help shows the usage)", file=sys.stderr)
-        raise SystemExit(2)
 
 
 def main(argv: list[str]) -> int:
@@ -95,7 +89,7 @@ def terminal() -> Console:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="grpo-exp compare",
         description="Compare runs: arms against a baseline, with intervals over seeds and a check for confounds.",
         epilog="Exit code 2: nothing to compare, or a wrong argument. Exit code 3: see --fail-if-confounded.",
