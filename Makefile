@@ -17,7 +17,7 @@ python_ok = $(shell $(1) -c 'import sys; print(sys.version_info >= (3, 11))' 2>/
 python_is = $(or $(shell $(PYTHON) --version 2>/dev/null),not there)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-all test-vllm test-slurm lint type bench clean
+.PHONY: help setup setup-vllm demo test test-all test-ranks test-vllm test-slurm lint type bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,10 +29,13 @@ demo: $(VENV)/.ready ## train bf16, fp16 and fp32 with two seeds each on this CP
 	$(BIN)/grpo-exp -m precision=bf16,fp16,fp32 seed=0,1 runs_dir=runs/demo
 
 test: $(VENV)/.ready ## the tests to run before every commit (minutes)
-	$(BIN)/python -m pytest -m "not slow and not bench and not vllm and not slurm"
+	$(BIN)/python -m pytest -m "not slow and not ranks and not bench and not vllm and not slurm"
 
 test-all: $(VENV)/.ready ## all tests, the slow ones too
 	$(BIN)/python -m pytest -m "not bench and not vllm and not slurm"
+
+test-ranks: $(VENV)/.ready ## the tests with two ranks each on this machine (minutes)
+	$(BIN)/python -m pytest tests/test_ranks.py
 
 setup-vllm: $(VENV)/.vllm-ready ## add vLLM to .venv (3.5 GB; its CPU build where there is no NVIDIA GPU)
 	@echo "$(VENV) has vLLM"

@@ -88,6 +88,18 @@ def cpu_seconds() -> float:
     return total
 
 
+def peak_bytes() -> int:
+    """The most resident memory of this process so far and of every child that lives; what they share counts for each."""
+    import psutil
+
+    found = 0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                found += int(line.split()[1]) * 1024
+    return found
+
+
 @dataclass(frozen=True)
 class Block:
     """Some steps in a row."""
@@ -96,6 +108,7 @@ class Block:
     tokens: int
     cpu_s: float
     wall_s: float
+    peak_bytes: int  # of resident memory so far, the warm-up included
 
 
 class Contestant:
@@ -181,6 +194,7 @@ class Turns:
                 "tokens": tokens - tokens_before,
                 "cpu_s": cpu_seconds() - cpu_s,
                 "wall_s": time.perf_counter() - wall_s,
+                "peak_bytes": peak_bytes(),
             }
         )
         return self._wait(tokens)

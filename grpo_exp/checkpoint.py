@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import RunFailed
 from .folder import list_checkpoints
 from .optim import Optimizer
+from .parts import in_parts, part, part_like, whole
 from .sync.shm import unique_parameters
 
-__all__ = ["Progress", "list_checkpoints", "load", "read_progress", "save"]
+__all__ = ["Progress", "Tensors", "list_checkpoints", "load", "read_progress", "save"]
 
 RNG = "rng"
 
@@ -50,8 +51,32 @@ class Progress:
     alarm: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class Tensors:
+    """What a checkpoint has of weights and moments, by name, all of them whole."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Optimizer) -> "Tensors":
+        """Of a run as it stands; of weights in parts on several ranks, which have to ask together, copies on the host."""
+        weights = unique_parameters(model)
+        return cls(
+            {name: whole(p).cpu() if in_parts(p) else p for name, p in weights.items()},
+            {name: tensor.contiguous() for name, tensor in optimizer.tensors().items()},
+        )
+
+    @torch.no_grad()
+    def put_into(self, model: nn.Module, optimizer: Optimizer) -> None:
+        parameters = unique_parameters(model)
+        for name, tensor in self.weights.items():
+            part(parameters[name]).copy_(part_like(parameters[name], tensor))
+        optimizer.load_tensors(self.moments)
+
+
 def save(
-    folder: Path, progress: Progress, model: Any, optimizer: Optimizer, tokenizer: Any, keep: int, reach: int = 0
+    folder: Path, progress: Progress, model: Any, tensors: Tensors, tokenizer: Any, keep: int, reach: int = 0
 ) -> Path:
     """Write a checkpoint and remove the oldest ones beyond ``keep``.
 
@@ -62,14 +87,14 @@ def save(
         RunFailed: if it cannot be written; what was written of it is removed, which leaves room for the run's last words.
     """
     final = folder / f"step-{progress.step:06d}"
-    part = folder / f".{final.name}.part"
-    shutil.rmtree(part, ignore_errors=True)
+    unfinished = folder / f".{final.name}.part"
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        _write(part, progress, model, optimizer, tokenizer)
+        _write(unfinished, progress, model, tensors, tokenizer)
         shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
+        unfinished.rename(final)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise RunFailed(f"{final} could not be written: {error}") from error
     kept = list_checkpoints(folder)
     first = last_until(kept, progress.step - reach)
@@ -84,36 +109,35 @@ def last_until(checkpoints: Sequence[Path], step: int) -> Path | None:
     return next((path for path in reversed(checkpoints) if read_progress(path).step <= step), None)
 
 
-def _write(part: Path, progress: Progress, model: Any, optimizer: Optimizer, tokenizer: Any) -> None:
-    model.save_pretrained(part, safe_serialization=True)
+def _write(folder: Path, progress: Progress, model: Any, tensors: Tensors, tokenizer: Any) -> None:
+    # a model in parts has none of its weights whole; any other writes its own, ties and all
+    of_parts = {"state_dict": tensors.weights} if any(in_parts(p) for p in model.parameters()) else {}
+    model.save_pretrained(folder, safe_serialization=True, **of_parts)
     if tokenizer is not None:
-        tokenizer.save_pretrained(part)
-    tensors = {name: tensor.contiguous() for name, tensor in optimizer.tensors().items()}
-    save_file(tensors | {RNG: torch.get_rng_state()}, part / "optimizer.safetensors")
-    (part / "trainer.json").write_text(json.dumps(asdict(progress), indent=2))
+        tokenizer.save_pretrained(folder)
+    save_file(tensors.moments | {RNG: torch.get_rng_state()}, folder / "optimizer.safetensors")
+    (folder / "trainer.json").write_text(json.dumps(asdict(progress), indent=2))
 
 
 def read_progress(path: Path) -> Progress:
     return Progress(**json.loads((path / "trainer.json").read_text()))
 
 
-@torch.no_grad()
-def load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Put weights, moments and RNG back, bit for bit.
+def load(path: Path, model: nn.Module) -> Tensors:
+    """Read weights and moments for :meth:`Tensors.put_into`, and put torch's RNG back.
 
     Raises:
         RunFailed: if the checkpoint is of another model or in other dtypes.
     """
     try:
-        stored, tensors = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+        weights, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
         raise RunFailed(f"{path} is damaged ({error}): remove it to go on from the checkpoint before") from error
     parameters = unique_parameters(model)
-    if set(stored) != set(parameters):
-        raise RunFailed(f"{path} is not a checkpoint of this model: {sorted(set(stored) ^ set(parameters))}")
-    for name, tensor in stored.items():
+    if set(weights) != set(parameters):
+        raise RunFailed(f"{path} is not a checkpoint of this model: {sorted(set(weights) ^ set(parameters))}")
+    for name, tensor in weights.items():
         if tensor.dtype != parameters[name].dtype:
             raise RunFailed(f"{path}: {name} is stored in {tensor.dtype}, the run keeps it in {parameters[name].dtype}")
-        parameters[name].copy_(tensor)
-    torch.set_rng_state(tensors.pop(RNG))
-    optimizer.load_tensors(tensors)
+    torch.set_rng_state(moments.pop(RNG))
+    return Tensors(weights, moments)

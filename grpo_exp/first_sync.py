@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .errors import RunFailed
-from .policy import Policy
+from .policy import LogProbs, Policy
 from .precision import Precision, dtype_name
 from .rollout.source import RolloutSource
 from .token_batch import Completion, RowBatch
@@ -20,8 +20,8 @@ BOUNDS = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.5}
 """Mean absolute difference in nats by the coarsest dtype on either side: far above rounding, far below a wrong model."""
 
 
-def check_first_sync(source: RolloutSource, policy: Policy, temperature: float) -> dict[str, Any]:
-    """One completion from every worker, scored by the trainer.
+def check_first_sync(source: RolloutSource, policy: Policy, temperature: float, logprobs: LogProbs) -> dict[str, Any]:
+    """One completion from every worker, scored by the trainer with ``logprobs``, its policy's pass.
 
     Returns:
         What the manifest says of it: number of tokens, those among them that the trainer itself has no finite value
@@ -36,7 +36,7 @@ def check_first_sync(source: RolloutSource, policy: Policy, temperature: float) 
     for prompt_ids, rollout in source.first_completions(MAX_TOKENS):
         batch = RowBatch.build([Completion(0, prompt_ids, rollout.token_ids)], policy.device)
         with torch.no_grad():
-            scored, _ = policy.logprobs(batch, temperature)
+            scored, _ = logprobs(batch, temperature)
         own.append(scored.cpu().numpy())
         mu.append(rollout.mu)
     trainer, generator = np.concatenate(own), np.concatenate(mu)

@@ -53,7 +53,7 @@ def start(trainer: "AsyncGRPOTrainer", resume: bool | str | Path) -> None:
         trainer.source.resume(trainer.progress.cursor, trainer.progress.open_serials, trainer.progress.groups)
         trainer.folder.event(trainer.progress.step, "resume", {"from": resumed.name})
     trainer.read_back.at_startup(trainer.source.pool.observed)
-    trainer.source.publish(trainer.progress.update, trainer.model)
+    trainer.publish()
     trainer.source.pool.wait_synced()
     if trainer.should_stop():
         raise Interrupted
@@ -61,7 +61,12 @@ def start(trainer: "AsyncGRPOTrainer", resume: bool | str | Path) -> None:
     trainer.callbacks.state.max_steps = trainer.bounds.horizon
     trainer.callbacks.call("on_train_begin", model=trainer.model)
     try:
-        first_sync = check_first_sync(trainer.source, trainer.policy, trainer.config.rollout.temperature)
+        first_sync = check_first_sync(
+            trainer.source,
+            trainer.policy,
+            trainer.config.rollout.temperature,
+            trainer.policy.logprobs if trainer.team is None else trainer.team.logprobs,
+        )
     except RunFailed:
         trainer.read_back.at_first_sync(trainer.source.pool.observed)  # says which site it is, if it is one
         raise
@@ -79,7 +84,7 @@ def restore(trainer: "AsyncGRPOTrainer", resume: bool | str | Path) -> Path | No
     found = checkpoint.list_checkpoints(trainer.folder.checkpoints) if resume is True else [Path(resume)]
     if not found:
         return None
-    checkpoint.load(found[-1], trainer.model, trainer.optimizer)
+    tensors = checkpoint.load(found[-1], trainer.model)
     trainer.progress = checkpoint.read_progress(found[-1])
     reference = trainer.passes.reference
     if reference is not None and reference.checksum != trainer.progress.reference:
@@ -87,7 +92,9 @@ def restore(trainer: "AsyncGRPOTrainer", resume: bool | str | Path) -> Path | No
         raise RunFailed(f"{name} is not the checkpoint that the run began with: it is the reference of algo.kl_coef")
     trainer.optimizer.loss_scale.load_state_dict(trainer.progress.loss_scale)
     if trainer.team is not None:
-        trainer.team.load()
+        trainer.team.put(tensors)
+    else:
+        tensors.put_into(trainer.model, trainer.optimizer)
     trainer.alarm.load_state_dict(trainer.progress.alarm)
     return found[-1]
 

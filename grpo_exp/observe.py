@@ -17,6 +17,7 @@ from .manifest import hardware
 from .optim import Optimizer
 from .policy import Policy
 from .precision import Audit, DtypeProbe, Precision, dtype_name, observed_dtypes
+from .weights import Reference
 
 
 class ReadBack:
@@ -34,9 +35,12 @@ class ReadBack:
         self.team = team
         self.audit.declared |= team.declared()
 
-    def without_reference(self) -> None:
-        """No reference is held: its site is none of this run's."""
-        del self.audit.declared["reference"]
+    def with_reference(self, reference: Reference | None) -> None:
+        """The frozen policy whose weights are looked at; where there is none, its site is none of this run's."""
+        if reference is None:
+            del self.audit.declared["reference"]
+        else:
+            self.reference = reference.weights
 
     def at_startup(self, generator: dict[str, str]) -> None:
         """Weights, modes and ranks, before anything is trained. ``generator`` is what the workers report of themselves.

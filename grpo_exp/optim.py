@@ -5,13 +5,14 @@ skipped: weights, moments, learning rate and policy version stay as they were, a
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .config.schema import LossScaleConfig, LossScaleMode, OptimConfig, Schedule
+from .parts import in_parts, part, part_like, whole_like
 from .precision import Precision
 
 
@@ -28,6 +29,9 @@ def learning_rate(config: OptimConfig, update: int, horizon: int | None) -> floa
     if config.schedule is Schedule.linear:
         return config.lr * (1.0 - progress)
     return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+STEP = "step"  # of AdamW's state, beside its moments
 
 
 class LossScale:
@@ -92,15 +96,30 @@ class Optimizer:
 
     Where the moments have a wider dtype than the parameters, AdamW runs on copies of the parameters in the moments' dtype
     that are rounded back after each step: wide moments, no master weights.
+
+    Of weights that lie in parts on several ranks, each rank steps its own.
+
+    Args:
+        sum_over_ranks: adds up a tensor over the ranks that hold parts.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, precision: Precision) -> None:
-        self.config = config
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        precision: Precision,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.config, self._sum_over_ranks = config, sum_over_ranks
         self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.params = [p for _, p in self.named]
+        self._places = {name: place for place, (name, _) in enumerate(self.named)}
         self.widened = precision.optimizer_state != precision.params
+        self.copies = self.widened or any(in_parts(p) for p in self.params)
+        """Whether AdamW steps other tensors than the parameters, which have to be given each gradient."""
+        own = [part(p.detach()) if in_parts(p) else p for p in self.params]
         self.stepped: list[Tensor] = (
-            [p.detach().to(precision.optimizer_state) for p in self.params] if self.widened else list(self.params)
+            [p.detach().to(precision.optimizer_state) for p in own] if self.widened else list(own)
         )
         self.adamw = torch.optim.AdamW(
             self.stepped,
@@ -114,12 +133,14 @@ class Optimizer:
 
     def step(self, lr: float) -> StepOutcome:
         """Unscale, clip, and step if every gradient is finite. Gradients stay in place for the audit."""
-        grads = [p.grad for p in self.params if p.grad is not None]
+        grads = self.grads()
         if self.loss_scale.scale != 1.0:
             torch._foreach_mul_(grads, 1.0 / self.loss_scale.scale)
         # the norm is summed in fp32: squares of 16-bit gradients overflow
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]  # see above
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads])  # see above
+        if self._sum_over_ranks is not None:
+            norms = self._sum_over_ranks(norms.square()).sqrt()
+        norm = torch.linalg.vector_norm(norms)
         finite = bool(norm.isfinite())
         if not finite:
             self.loss_scale.update(finite=False)
@@ -130,22 +151,31 @@ class Optimizer:
         self.loss_scale.update(finite=True)
         return StepOutcome(True, float(norm), changed, lr)
 
+    def grads(self) -> list[Tensor]:
+        """The gradients there are, of this rank's parts."""
+        return [part(p.grad) for p in self.params if p.grad is not None]
+
+    @torch.no_grad()
     def _apply(self, lr: float) -> float:
-        before = [p.detach().clone() for p in self.params]
+        own = [part(p.detach()) for p in self.params]
+        before = [p.clone() for p in own]
         for group in self.adamw.param_groups:
             group["lr"] = lr
         if self.widened:
-            for param, wide in zip(self.params, self.stepped, strict=True):
-                wide.copy_(param.detach())
-                wide.grad = None if param.grad is None else param.grad.to(wide.dtype)
+            torch._foreach_copy_(self.stepped, own)
+        if self.copies:
+            for stepped, p in zip(self.stepped, self.params, strict=True):
+                stepped.grad = None if p.grad is None else part(p.grad).to(stepped.dtype)
         self.adamw.step()
         if self.widened:
-            with torch.no_grad():
-                for param, wide in zip(self.params, self.stepped, strict=True):
-                    param.copy_(wide)
-                    wide.grad = None
-        changed = sum(int(torch.count_nonzero(p.detach() != old)) for p, old in zip(self.params, before, strict=True))
-        return changed / sum(p.numel() for p in self.params)
+            torch._foreach_copy_(own, self.stepped)
+        if self.copies:
+            for stepped in self.stepped:
+                stepped.grad = None
+        changed = torch.stack([torch.count_nonzero(p != old) for p, old in zip(own, before, strict=True)]).sum()
+        if self._sum_over_ranks is not None:
+            changed = self._sum_over_ranks(changed)
+        return int(changed) / sum(p.numel() for p in self.params)
 
     def zero_grad(self) -> None:
         for param in self.params:
@@ -155,25 +185,35 @@ class Optimizer:
         """Every moment tensor, for the audit; empty before the first applied step."""
         return [state[key] for state in self.adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
-    def first_nonfinite_grad(self) -> str | None:
-        """The parameter whose non-finite gradient the backward pass reached first: the last one of the model."""
-        bad = [name for name, p in self.named if p.grad is not None and not bool(p.grad.isfinite().all())]
-        return bad[-1] if bad else None
+    def nonfinite_grads(self) -> list[str]:
+        """Parameters with a gradient that is not finite, in the order of the model; of this rank's parts."""
+        return [name for name, p in self.named if p.grad is not None and not bool(part(p.grad).isfinite().all())]
+
+    def nonfinite_weights(self) -> list[str]:
+        """Parameters that are not finite themselves; of this rank's parts."""
+        norms = torch._foreach_norm([part(parameter.detach()) for parameter in self.params])
+        if bool(torch.stack(norms).sum().isfinite()):
+            return []  # the usual case: one look at all of them
+        return [name for name, p in self.named if not bool(torch.isfinite(part(p.detach())).all())]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments by parameter name, for a checkpoint."""
-        tensors: dict[str, Tensor] = {}
-        for (name, _), stepped in zip(self.named, self.stepped, strict=True):
+        """Moments by parameter name, for a checkpoint, on the host where they had to be put together."""
+        return dict(self.each_tensor())
+
+    def each_tensor(self) -> Iterator[tuple[str, Tensor]]:
+        """Moments by name, one by one and as a whole: ranks with parts have to ask for them together."""
+        for (name, parameter), stepped in zip(self.named, self.stepped, strict=True):
             for key, value in self.adamw.state.get(stepped, {}).items():
-                tensors[f"{name}/{key}"] = value
-        return tensors
+                is_cut = key != STEP and in_parts(parameter)
+                yield f"{name}/{key}", whole_like(parameter, value).cpu() if is_cut else value
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        for (name, _), stepped in zip(self.named, self.stepped, strict=True):
-            state: dict[str, Any] = {
-                key: tensors[f"{name}/{key}"].clone()
-                for key in ("step", "exp_avg", "exp_avg_sq")
-                if f"{name}/{key}" in tensors
-            }
-            if state:
-                self.adamw.state[stepped] = state
+        """Put back what :meth:`tensors` gave, whatever was in parts then or is now."""
+        for name, tensor in tensors.items():
+            self.load_tensor(name, tensor)
+
+    def load_tensor(self, name: str, tensor: Tensor) -> None:
+        parameter, _, key = name.rpartition("/")
+        place = self._places[parameter]
+        own = tensor if key == STEP else part_like(self.params[place], tensor)
+        self.adamw.state[self.stepped[place]][key] = own.clone()

@@ -14,18 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from .batch import MicroBatch
-from .optim import Optimizer
 from .passes import PassRunner
 
 
 def find_overflow(
-    passes: PassRunner, optimizer: Optimizer, micro_batches: list[MicroBatch], scale: float
+    passes: PassRunner,
+    bad_gradients: list[str],
+    micro_batches: list[MicroBatch],
+    scale: float,
+    agreed: Callable[[list[str]], list[str]] = lambda found: found,
 ) -> dict[str, str]:
     """The pass (forward or backward) and the module in which the first non-finite number of a step appeared.
 
     Gradients are accumulated on top of those of the failed step: all of them are to be thrown away.
+
+    Args:
+        bad_gradients: parameters with a non-finite gradient in the failed step, in the order of the model.
+        agreed: where several ranks look at the same passes, what all of them take for found.
     """
-    parameter = optimizer.first_nonfinite_grad()  # of the failed step, before anything is run again
+    parameter = bad_gradients[-1] if bad_gradients else None  # a backward pass reaches the last one first
     for micro_batch in micro_batches:
         for where, watch in (("forward", _watch_forward), ("backward", _watch_backward)):
             found: list[str] = []
@@ -33,6 +40,7 @@ def find_overflow(
                 seen = passes.run_micro_batch(micro_batch, scale)
             if where == "forward" and not found and not bool(seen["new"].isfinite().all()):
                 found.append(_head_name(passes))
+            found = agreed(found)
             if found:
                 return {"where": where, "module": found[0]}
     if parameter is None:

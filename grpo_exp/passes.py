@@ -14,11 +14,8 @@ from .algo.policy_loss import Tokens, policy_loss
 from .batch import MicroBatch, StepBatch
 from .config.schema import AlgoConfig, CorrectionConfig, Weight
 from .metrics import Passes
-from .policy import Policy
-from .token_batch import TokenBatch
+from .policy import LogProbs, Policy
 from .weights import Reference
-
-LogProbs = Callable[[TokenBatch, float], tuple[Tensor, Tensor]]
 
 Beside = Callable[[], AbstractContextManager[object]]
 """Entered around each backward pass, which is the part that leaves Python's lock to others; a forward pass does not."""
@@ -26,6 +23,8 @@ Beside = Callable[[], AbstractContextManager[object]]
 
 class Across(Protocol):
     """Several ranks, each of which makes the passes over some of the micro-batches."""
+
+    def prepare(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]: ...
 
     def run(
         self, micro_batches: list[MicroBatch], scale: float, beside: Beside, mean_weight: float
@@ -48,6 +47,7 @@ class PassRunner:
         self.policy, self.algo, self.correction, self.temperature = policy, algo, correction, temperature
         self.reference = reference
         self.across: Across | None = None
+        self.logprobs: LogProbs = policy.logprobs
         policy.entropy_gradient = algo.entropy_coef != 0
         # the mean weight is known after the last pass only, too late for what it does not divide
         self._needs_old = algo.num_updates > 1 or (correction.batch_norm and algo.penalises)
@@ -56,11 +56,14 @@ class PassRunner:
         """Before the first update of a step: log-probabilities that its losses compare with, where a pass has not got them."""
         if not self._needs_old and self.reference is None:
             return batch
-        return replace(batch, micro_batches=[self._prepared(micro_batch) for micro_batch in batch.micro_batches])
+        if self.across is not None:
+            return replace(batch, micro_batches=self.across.prepare(batch.micro_batches))
+        return replace(batch, micro_batches=[self.prepared(micro_batch) for micro_batch in batch.micro_batches])
 
     @torch.no_grad()
-    def _prepared(self, micro_batch: MicroBatch) -> MicroBatch:
-        old = self.policy.logprobs(micro_batch.tokens, self.temperature)[0] if self._needs_old else None
+    def prepared(self, micro_batch: MicroBatch) -> MicroBatch:
+        """A micro-batch with them."""
+        old = self.logprobs(micro_batch.tokens, self.temperature)[0] if self._needs_old else None
         reference = None if self.reference is None else self.reference.logprobs(micro_batch.tokens)
         return replace(micro_batch, old=old, reference=reference)
 
@@ -102,7 +105,7 @@ class PassRunner:
             logprobs: instead of the policy's, one with a wrapper's hooks around it.
         """
         with torch.set_grad_enabled(micro_batch.has_gradient):
-            new, entropy = (logprobs or self.policy.logprobs)(micro_batch.tokens, self.temperature)
+            new, entropy = (logprobs or self.logprobs)(micro_batch.tokens, self.temperature)
         # with one pass per step the weights at its start are those of this very pass
         old = new.detach() if micro_batch.old is None else micro_batch.old
         correction = self._correct(micro_batch, old, mean_weight)

@@ -1,7 +1,7 @@
 """The policy: loading a checkpoint in the dtype that was asked for, and its log-probability pass."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ from .token_batch import RowBatch, SharedBatch, TokenBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+LogProbs = Callable[[TokenBatch, float], tuple[Tensor, Tensor]]
+"""Log-probabilities and entropies at a temperature: :meth:`Policy.logprobs`, or a wrapper's around it."""
 
 CONFIG_KWARGS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
 

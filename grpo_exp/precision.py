@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config.schema import LossScaleConfig, PrecisionConfig
+from .config.schema import LossScaleConfig, PrecisionConfig, Strategy
 from .config.sites import SPELLINGS, Site, combination_problems, resolve_sites, site_problems
 from .errors import ConfigError, ConfigErrors, RunFailed
 from .kernels import kernel_name, matmul_context
@@ -70,6 +70,7 @@ def resolve(
     device: torch.device,
     init_kwargs: Mapping[str, Any] | None = None,
     optim_eps: float = 1e-8,
+    strategy: Strategy = Strategy.single,
 ) -> Precision:
     """Turn the precision group into torch dtypes.
 
@@ -78,6 +79,7 @@ def resolve(
         device: where the trainer computes.
         init_kwargs: keywords for ``from_pretrained``; a ``dtype`` in it must agree with ``precision.params``.
         optim_eps: Adam's epsilon, which must not round to zero in the moments' dtype.
+        strategy: how ranks train together; some combinations need it.
 
     Raises:
         ConfigError: (a ValueError) naming key, value and what is allowed, for every site that cannot be had.
@@ -87,7 +89,7 @@ def resolve(
         raise ConfigErrors(problems)
     plain = checkpoint_dtype.strip().lower().removeprefix("torch.")
     sites = resolve_sites(config, init_kwargs or {}, SPELLINGS.get(plain, plain))
-    problems = [*combination_problems(config, sites, optim_eps), *device_problems(config, sites, device)]
+    problems = [*combination_problems(config, sites, optim_eps, strategy), *device_problems(config, sites, device)]
     if problems:
         raise ConfigErrors(problems)
     return Precision(

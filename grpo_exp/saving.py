@@ -32,7 +32,7 @@ def save(trainer: "AsyncGRPOTrainer") -> None:
         trainer.folder.checkpoints,
         trainer.progress,
         trainer.model,
-        trainer.optimizer,
+        trainer.tensors(),
         trainer.processing_class,
         trainer.config.trainer.keep_checkpoints,
         trainer.alarm.reach,

@@ -18,16 +18,16 @@ from .alarm import Alarm
 from .allocator import fewer_collections, keep_freed_memory
 from .args import AsyncGRPOConfig
 from .assets import locate
-from .batch import StepBatch, build_batch
+from .batch import MicroBatch, StepBatch, build_batch
 from .bounds import Bounds
 from .callbacks import Callbacks
-from .checkpoint import Progress
+from .checkpoint import Progress, Tensors
 from .checks import check
 from .config.schema import Proximal, Strategy, TaskName
 from .decompose import Decomposer
 from .device import compute_device
 from .distributed.ranks import Ranks
-from .distributed.start import assemble
+from .distributed.start import build_optimizer, build_passes, wrap
 from .distributed.team import Team
 from .errors import ConfigError, Interrupted
 from .evaluating import evaluate_if_due
@@ -35,8 +35,8 @@ from .folder import RunFolder, State
 from .keep import Keeper
 from .lifecycle import close, describe, finish, preempt, start
 from .observe import ReadBack
-from .optim import Optimizer, StepOutcome
-from .passes import PassRunner
+from .optim import Optimizer
+from .overflow import find_overflow
 from .policy import Policy, load_policy, read_checkpoint_dtype
 from .precision import resolve
 from .record import Clock, Recorder
@@ -48,7 +48,7 @@ from .tasks import Accuracy, RewardSpec, Row, Task, import_path
 from .tokens import Codec, load_tokenizer
 from .track import NullTracker, Tracker
 from .updating import train_on
-from .weights import OlderWeights, Reference
+from .weights import OlderWeights
 
 
 class AsyncGRPOTrainer:
@@ -113,24 +113,21 @@ class AsyncGRPOTrainer:
         self.device = compute_device(config)
         kwargs, source = config.model.init_kwargs, locate(config.model.name_or_path)
         own_dtype = read_checkpoint_dtype(source, kwargs, config.model.trust_remote_code)
-        self.precision = resolve(config.precision, own_dtype, self.device, kwargs, config.optim.eps)
+        self.precision = resolve(
+            config.precision, own_dtype, self.device, kwargs, config.optim.eps, config.distributed.strategy
+        )
         torch.set_num_threads(config.trainer.num_threads)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.model = load_policy(source, kwargs, self.precision.params, config.model.trust_remote_code, self.device)
         self.policy = Policy(self.model, self.precision, config.trainer.logprob_chunk)
-        self.optimizer = Optimizer(self.model, config.optim, self.precision)
         self.processing_class = processing_class or load_tokenizer(
             locate(config.model.tokenizer or source), config.model.trust_remote_code, kwargs.get("revision")
         )
         self.codec = Codec(self.processing_class, self._max_prompt_tokens())
         self._describes = folder is None
         self.folder = folder or RunFolder(Path(self.args.output_dir))
-        self.read_back = ReadBack(self.precision, self.policy, self.optimizer, self.folder)
-        self.passes = PassRunner(
-            self.policy, config.algo, config.correction, config.rollout.temperature, self._reference()
-        )
-        self.team = self._assemble(ranks)
+        self._assemble(ranks)
         self.updater: Optimizer | Team = self.team or self.optimizer
         self.bounds = Bounds(config.trainer, len(self.task.train))
         self.should_stop, self.workers = should_stop, workers
@@ -185,7 +182,8 @@ class AsyncGRPOTrainer:
         batch = self._build(groups)
         passes, outcome = train_on(self, batch)
         clock.lap("train")
-        self._publish(outcome)
+        if outcome.applied:
+            self.publish()
         clock.lap("sync")
         self.recorder.details(self.progress.step, batch, passes, self.config.tracker.num_samples, self.codec.decode)
         row = self.recorder.row(self.progress, batch, passes, outcome, clock, self.source)
@@ -206,23 +204,21 @@ class AsyncGRPOTrainer:
 
     # -- the parts of a step
 
-    def _reference(self) -> Reference | None:
-        """Made before any checkpoint is loaded: the weights are those of the base checkpoint."""
-        if self.config.algo.kl_coef == 0:
-            self.read_back.without_reference()
-            return None
-        reference = Reference(self.policy, self.config.rollout.temperature, self.read_back.paused)
-        self.read_back.reference = reference.weights
-        return reference
-
-    def _assemble(self, ranks: Ranks | None) -> Team | None:
-        """The other ranks build what this one has, and wait for orders from then on."""
-        if ranks is None or self.config.distributed.strategy is Strategy.single:
-            return None
-        ranks.broadcast(("begin", (self.config,)))
-        self.passes.across = team = assemble(self.config, ranks, self.passes, self.optimizer)
-        self.read_back.with_team(team)
-        return team
+    def _assemble(self, ranks: Ranks | None) -> None:
+        """What computes, on this rank or on several: the others build the same, and wait for orders from then on."""
+        config = self.config
+        if ranks is not None and config.distributed.strategy is not Strategy.single:
+            ranks.broadcast(("begin", (config,)))
+        wrapped = wrap(config, self.policy, ranks)
+        self.optimizer = build_optimizer(config, self.policy, ranks)
+        self.read_back = ReadBack(self.precision, self.policy, self.optimizer, self.folder)
+        self.passes = build_passes(config, self.policy, wrapped, self.read_back.paused)
+        self.read_back.with_reference(self.passes.reference)
+        self.team: Team | None = None
+        if ranks is not None and wrapped is not None:
+            self.team = Team(config.distributed.strategy, ranks, self.passes, self.optimizer, wrapped)
+            self.passes.across = self.team
+            self.read_back.with_team(self.team)
 
     def cut(self, groups: list[Group]) -> StepBatch:
         """The micro-batches of some groups under the version that is trained."""
@@ -255,9 +251,21 @@ class AsyncGRPOTrainer:
         self.keeper.groups(self.progress.step, self.progress.update, groups, rows)
         return batch
 
-    def _publish(self, outcome: StepOutcome) -> None:
-        if outcome.applied:
-            self.source.publish(self.progress.update, self.model)
+    def publish(self) -> None:
+        """Send the workers the weights that are trained now."""
+        if self.team is not None:
+            self.team.give_weights()
+        self.source.publish(self.progress.update, self.model)
+
+    def tensors(self) -> Tensors:
+        """What a checkpoint has of weights and moments."""
+        return Tensors.of(self.model, self.optimizer) if self.team is None else self.team.tensors()
+
+    def find_overflow(self, micro_batches: list[MicroBatch], scale: float) -> dict[str, str]:
+        """Where a step that was skipped first had a non-finite number."""
+        if self.team is not None:
+            return self.team.find_overflow(micro_batches, scale)
+        return find_overflow(self.passes, self.optimizer.nonfinite_grads(), micro_batches, scale)
 
     def _look_for_collapse(self, row: dict[str, Any]) -> None:
         for alarm in self.alarm.check(row):

@@ -12,7 +12,6 @@ from .batch import StepBatch
 from .errors import RunFailed
 from .metrics import Passes
 from .optim import StepOutcome, learning_rate
-from .overflow import find_overflow
 
 if TYPE_CHECKING:
     from .trainer import AsyncGRPOTrainer
@@ -110,7 +109,7 @@ def update(trainer: "AsyncGRPOTrainer", batch: StepBatch, passes: Passes) -> Ste
     progress.skipped_in_a_row += 1
     if batch.trainable:
         progress.skipped_total += 1
-        where = find_overflow(trainer.passes, trainer.optimizer, batch.micro_batches, passes.scale)
+        where = trainer.find_overflow(batch.micro_batches, passes.scale)
         trainer.event("skipped_step", {"reason": "non-finite gradient", "scale": passes.scale, **where})
     trainer.updater.zero_grad()
     if progress.skipped_in_a_row >= trainer.config.trainer.max_skipped_steps:
@@ -122,9 +121,5 @@ def update(trainer: "AsyncGRPOTrainer", batch: StepBatch, passes: Passes) -> Ste
 
 def check_weights(trainer: "AsyncGRPOTrainer") -> None:
     """Weights that are not finite never reach a generator."""
-    norms = torch._foreach_norm([parameter.detach() for _, parameter in trainer.optimizer.named])
-    if bool(torch.stack(norms).sum().isfinite()):
-        return  # the usual case: one look at all of them
-    bad = [name for name, p in trainer.optimizer.named if not bool(torch.isfinite(p).all())]
-    if bad:
+    if bad := trainer.updater.nonfinite_weights():
         raise RunFailed(f"step {trainer.progress.step} left non-finite weights in {', '.join(bad[:5])}")

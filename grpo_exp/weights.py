@@ -14,15 +14,23 @@ from torch import Tensor, nn
 
 from .batch import MicroBatch, StepBatch
 from .errors import RunFailed
-from .policy import Policy
+from .parts import in_parts, part, whole
+from .policy import LogProbs, Policy
 from .sync.shm import checksum
 from .token_batch import TokenBatch
 
 
 @contextmanager
 def swapped(model: nn.Module, weights: list[Tensor]) -> Iterator[None]:
-    """Compute with other weights, one for each of ``model.parameters()`` in order, of any float dtype."""
+    """Compute with other weights, one for each of ``model.parameters()`` in order, of any float dtype.
+
+    Weights that lie in parts on several ranks change places with parts of the others, so these are of the same dtype.
+    """
     parameters = list(model.parameters())
+    if any(in_parts(parameter) for parameter in parameters):
+        with _exchanged([part(p.detach()) for p in parameters], [part(other) for other in weights]):
+            yield
+        return
     own = [parameter.data for parameter in parameters]
     try:
         for parameter, other in zip(parameters, weights, strict=True):
@@ -31,6 +39,16 @@ def swapped(model: nn.Module, weights: list[Tensor]) -> Iterator[None]:
     finally:
         for parameter, data in zip(parameters, own, strict=True):
             parameter.data = data
+
+
+@contextmanager
+def _exchanged(own: list[Tensor], others: list[Tensor]) -> Iterator[None]:
+    kept = [tensor.clone() for tensor in own]
+    try:
+        torch._foreach_copy_(own, others)
+        yield
+    finally:
+        torch._foreach_copy_(own, kept)
 
 
 def rounded(model: nn.Module, *dtypes: torch.dtype) -> list[Tensor]:
@@ -53,23 +71,27 @@ class Reference:
         policy: Policy,
         temperature: float,
         unwatched: Callable[[], AbstractContextManager[None]] = nullcontext,
+        across: LogProbs | None = None,
     ) -> None:
         """Copy the weights that the policy has now.
 
         Args:
             unwatched: a context in which nobody takes the dtypes that are computed in for those of the policy.
+            across: the policy's pass where its weights lie in parts on several ranks, which have to copy them together.
         """
         own = policy.precision
-        self.policy, self.temperature, self.unwatched = copy(policy), temperature, unwatched
+        self.temperature, self.unwatched = temperature, unwatched
+        self.policy = copy(policy)
         self.policy.precision = replace(own, params=own.reference)
+        self._pass = across or self.policy.logprobs
         self.weights = [p.detach().to(own.reference, copy=True) for p in policy.model.parameters()]
-        self.checksum = checksum(self.weights)
+        self.checksum = checksum(whole(weight) for weight in self.weights)
 
     @torch.no_grad()
     def logprobs(self, tokens: TokenBatch) -> Tensor:
         """Of the completion tokens of a batch, [n] float32, in nats."""
         with self.unwatched(), swapped(self.policy.model, self.weights):
-            return self.policy.logprobs(tokens, self.temperature)[0]
+            return self._pass(tokens, self.temperature)[0]
 
 
 class OlderWeights:

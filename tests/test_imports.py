@@ -28,6 +28,7 @@ LAYERS = (
         "observe",
         "optim",
         "overflow",
+        "parts",
         "passes",
         "policy",
         "prefix",

@@ -21,7 +21,7 @@ def located(policy: Policy, scale: float = 1.0, num_micro_batches: int = 1) -> d
     passes.run(batch, scale)
     optimizer.loss_scale.scale = scale
     assert not optimizer.step(1e-3).applied
-    found = find_overflow(passes, optimizer, batch.micro_batches, scale)
+    found = find_overflow(passes, optimizer.nonfinite_grads(), batch.micro_batches, scale)
     for module in policy.model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks

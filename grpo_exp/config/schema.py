@@ -138,6 +138,7 @@ class Schedule(Enum):
 class Strategy(Enum):
     single = "single"
     ddp = "ddp"  # every rank holds the whole model
+    fsdp2 = "fsdp2"  # every rank holds a part of every weight
 
 
 class TrackerName(Enum):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .schema import LossScaleMode, PrecisionConfig
+from .schema import LossScaleMode, PrecisionConfig, Strategy
 
 SPELLINGS: dict[str, str] = {
     "auto": "auto",
@@ -204,7 +204,9 @@ def site_problems(config: PrecisionConfig, init_kwargs: Mapping[str, Any]) -> li
     return problems
 
 
-def combination_problems(config: PrecisionConfig, sites: Mapping[str, Site], optim_eps: float) -> list[ConfigError]:
+def combination_problems(
+    config: PrecisionConfig, sites: Mapping[str, Site], optim_eps: float, strategy: Strategy = Strategy.single
+) -> list[ConfigError]:
     """Sites that do not go together, whatever the device is."""
     name = {site: entry.name for site, entry in sites.items()}
     problems: list[ConfigError] = []
@@ -253,7 +255,9 @@ def combination_problems(config: PrecisionConfig, sites: Mapping[str, Site], opt
     if name["reference"] not in ("fp32", name["params"], name["compute"]):
         allowed = ", ".join(dict.fromkeys(("fp32", name["params"], name["compute"])))
         refuse("reference", allowed, "the reference computes as the policy does: in precision.compute")
-    if name["grad_reduce"] != name["params"]:
+    if strategy is Strategy.fsdp2 and name["reference"] != name["params"]:
+        refuse("reference", name["params"], "distributed=fsdp2 computes the reference with the parts of the policy")
+    if strategy is Strategy.single and name["grad_reduce"] != name["params"]:
         refuse("grad_reduce", name["params"], "distributed=single reduces nothing over ranks")
     if name["kv_cache"] != name["rollout"]:
         refuse("kv_cache", name["rollout"], "every engine here keeps its cache in the rollout dtype")

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from .alarms import alarm_problems
 from .algos import algo_problems
 from .corrections import correction_problems
+from .layouts import layout_problems
 from .messages import allowed, leaves
 from .rollouts import engine_problems, rollout_problems
 from .schema import Config, Device
@@ -43,6 +44,7 @@ def value_problems(config: Config) -> list[ConfigError]:
         *rollout_problems(config),
         *algo_problems(config),
         *correction_problems(config),
+        *layout_problems(config),
         *alarm_problems(config.alarm),
     ]
 
@@ -76,7 +78,7 @@ def _precision_problems(config: Config) -> list[ConfigError]:
     if not problems:
         try:
             sites = resolve_sites(precision, kwargs, own or UNKNOWN)
-            problems = combination_problems(precision, sites, config.optim.eps)
+            problems = combination_problems(precision, sites, config.optim.eps, config.distributed.strategy)
             problems += engine_problems(config.rollout.backend, {site: entry.name for site, entry in sites.items()})
         except ConfigError as error:
             problems = [] if own is None else [error]  # without the checkpoint at hand, auto may stand for anything

@@ -50,11 +50,13 @@ class Ranks:
 
     def counted(self, device: torch.device) -> int:
         """How many ranks take part in a sum: what is in effect, not what an environment says."""
-        if self.compute is None:
-            return 1
-        ones = torch.ones((), dtype=torch.int64, device=device)
-        dist.all_reduce(ones, group=self.compute)
-        return int(ones)
+        return int(self.sum(torch.ones((), dtype=torch.int64, device=device)))
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over all ranks, in its own memory."""
+        if self.compute is not None:
+            dist.all_reduce(tensor, group=self.compute)
+        return tensor
 
     def broadcast(self, value: Any = None) -> Any:
         """The leader's value, on every rank."""

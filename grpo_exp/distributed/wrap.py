@@ -29,6 +29,8 @@ class Scorer(nn.Module):
 class Replicas:
     """``distributed=ddp``: every rank holds the whole model; gradients are summed in ``precision.grad_reduce``."""
 
+    wraps_every_pass = False  # the last one of a step sums what all have left
+
     def __init__(self, policy: Policy, ranks: Ranks) -> None:
         self.ranks, self.dtype = ranks, policy.precision.grad_reduce
         self.reduced: set[str] = set()  # dtypes in which gradients were really summed, for the audit

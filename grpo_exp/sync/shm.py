@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor, nn
 
 from ..errors import RunFailed
+from ..parts import whole
 from ..precision import DTYPES, dtype_name
 
 ALIGNMENT, PAGE = 64, 4096
@@ -136,7 +137,10 @@ class Sender:
         self._half = 0
 
     def write(self, version: int, model: nn.Module) -> Payload:
-        """Cast and copy every parameter; the result goes to the worker as a message."""
+        """Cast and copy every parameter; the result goes to the worker as a message.
+
+        Weights in parts are put together one parameter after the other, in the order of :func:`unique_parameters`.
+        """
         parameters = unique_parameters(model)
         if not self._halves:
             self._lay_out(parameters)
@@ -144,7 +148,7 @@ class Sender:
         self._half = 1 - self._half
         held, total = None if self.rollout == self.wire else self.rollout, Checksum()
         for slot, target in places:
-            copy_and_check(parameters[slot.name], target, total, held)
+            copy_and_check(whole(parameters[slot.name]), target, total, held)
         return Payload(version, self.wire, tuple(slot for slot, _ in places), total.value)
 
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> None:
