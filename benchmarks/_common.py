@@ -89,14 +89,18 @@ def cpu_seconds() -> float:
 
 
 def peak_bytes() -> int:
-    """The most resident memory of this process so far and of every child that lives; what they share counts for each."""
+    """The most resident memory of this process so far and of every child that lives; what they share counts once."""
     import psutil
 
     found = 0
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                found += int(line.split()[1]) * 1024
+    for process in (own := psutil.Process(), *own.children(recursive=True)):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        size = {
+            name: 1024 * int(rest.split()[0])
+            for name, _, rest in (line.partition(":") for line in lines)
+            if "kB" in rest
+        }
+        found += size["VmHWM"] - (0 if process is own else size["RssShmem"])
     return found
 
 

@@ -31,6 +31,9 @@ def learning_rate(config: OptimConfig, update: int, horizon: int | None) -> floa
     return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+STEPPED_AT_ONCE = 1 << 24
+"""Numbers whose weights AdamW steps together: its intermediate results, and the copy that says what changed, are as large."""
+
 STEP = "step"  # of AdamW's state, beside its moments
 
 
@@ -91,6 +94,16 @@ class StepOutcome:
     lr: float
 
 
+def _cut(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Consecutive tensors together up to ``STEPPED_AT_ONCE``."""
+    parts: list[list[Tensor]] = [[]]
+    for tensor in tensors:
+        if parts[-1] and sum(t.numel() for t in parts[-1]) + tensor.numel() > STEPPED_AT_ONCE:
+            parts.append([])
+        parts[-1].append(tensor)
+    return parts
+
+
 class Optimizer:
     """torch's AdamW over the model's parameters.
 
@@ -112,7 +125,7 @@ class Optimizer:
     ) -> None:
         self.config, self._sum_over_ranks = config, sum_over_ranks
         self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.params = [p for _, p in self.named]
+        self.params: list[Tensor] = [p for _, p in self.named]
         self._places = {name: place for place, (name, _) in enumerate(self.named)}
         self.widened = precision.optimizer_state != precision.params
         self.copies = self.widened or any(in_parts(p) for p in self.params)
@@ -122,7 +135,7 @@ class Optimizer:
             [p.detach().to(precision.optimizer_state) for p in own] if self.widened else list(own)
         )
         self.adamw = torch.optim.AdamW(
-            self.stepped,
+            [{"params": some} for some in _cut(self.stepped)],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -157,25 +170,36 @@ class Optimizer:
 
     @torch.no_grad()
     def _apply(self, lr: float) -> float:
-        own = [part(p.detach()) for p in self.params]
-        before = [p.clone() for p in own]
-        for group in self.adamw.param_groups:
+        """A step, some parameters after the other; returns the share of numbers that it changed."""
+        groups, start, counts = self.adamw.param_groups, 0, []
+        for group in groups:
+            end = start + len(group["params"])
             group["lr"] = lr
-        if self.widened:
-            torch._foreach_copy_(self.stepped, own)
-        if self.copies:
-            for stepped, p in zip(self.stepped, self.params, strict=True):
-                stepped.grad = None if p.grad is None else part(p.grad).to(stepped.dtype)
-        self.adamw.step()
-        if self.widened:
-            torch._foreach_copy_(own, self.stepped)
-        if self.copies:
-            for stepped in self.stepped:
-                stepped.grad = None
-        changed = torch.stack([torch.count_nonzero(p != old) for p, old in zip(own, before, strict=True)]).sum()
+            self.adamw.param_groups = [group]
+            counts.append(self._step_some(self.params[start:end], self.stepped[start:end]))
+            start = end
+        self.adamw.param_groups = groups
+        changed = torch.stack(counts).sum()
         if self._sum_over_ranks is not None:
             changed = self._sum_over_ranks(changed)
         return int(changed) / sum(p.numel() for p in self.params)
+
+    def _step_some(self, params: list[Tensor], stepped: list[Tensor]) -> Tensor:
+        """How many numbers changed, in a tensor."""
+        own = [part(p.detach()) for p in params]
+        before = [p.clone() for p in own]
+        if self.widened:
+            torch._foreach_copy_(stepped, own)
+        if self.copies:
+            for to, p in zip(stepped, params, strict=True):
+                to.grad = None if p.grad is None else part(p.grad).to(to.dtype)
+        self.adamw.step()
+        if self.widened:
+            torch._foreach_copy_(own, stepped)
+        if self.copies:
+            for to in stepped:
+                to.grad = None
+        return torch.stack([torch.count_nonzero(p != old) for p, old in zip(own, before, strict=True)]).sum()
 
     def zero_grad(self) -> None:
         for param in self.params:

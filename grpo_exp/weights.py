@@ -1,7 +1,8 @@
 """Other weights in the trainer's model for a while: older versions of the policy, or its weights in other dtypes.
 
-What is swapped is the data of the parameters. The parameters themselves, and with them ties, gradients and the optimizer,
-stay what they are; buffers, which engines do not get from the trainer either, are left alone.
+What is swapped is which tensors the modules hold. The parameters, and with them ties, gradients, the optimizer and the hooks
+of a wrapper (which torch drops where the data of a parameter change their dtype), stay what they are; buffers, which engines
+do not get from the trainer either, are left alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from .token_batch import TokenBatch
 
 @contextmanager
 def swapped(model: nn.Module, weights: list[Tensor]) -> Iterator[None]:
-    """Compute with other weights, one for each of ``model.parameters()`` in order, of any float dtype.
+    """Compute with other weights, one for each of ``model.parameters()`` in order, of any float dtype. Without gradients.
 
     Weights that lie in parts on several ranks change places with parts of the others, so these are of the same dtype.
     """
@@ -31,14 +32,20 @@ def swapped(model: nn.Module, weights: list[Tensor]) -> Iterator[None]:
         with _exchanged([part(p.detach()) for p in parameters], [part(other) for other in weights]):
             yield
         return
-    own = [parameter.data for parameter in parameters]
+    others = {id(own): other.to(own.device) for own, other in zip(parameters, weights, strict=True)}
+    places = [
+        (module._parameters, name, p)
+        for module in model.modules()
+        for name, p in module._parameters.items()
+        if p is not None
+    ]
     try:
-        for parameter, other in zip(parameters, weights, strict=True):
-            parameter.data = other.to(parameter.device)
+        for owner, name, parameter in places:
+            owner[name] = nn.Parameter(others[id(parameter)], requires_grad=False)
         yield
     finally:
-        for parameter, data in zip(parameters, own, strict=True):
-            parameter.data = data
+        for owner, name, parameter in places:
+            owner[name] = parameter
 
 
 @contextmanager

@@ -122,7 +122,6 @@ NOT_RUN = {
     "accelerate launch --num_processes 8 -m grpo_exp distributed=fsdp2 model=hub model.name_or_path=Qwen/Qwen3-0.6B": "needs"
     " eight GPUs; test_ranks.py starts two ranks with accelerate",
     "torchrun --nproc-per-node 1 -m grpo_exp resume runs/RUN": "test_ranks.py resumes with other numbers of ranks",
-    "make test-ranks": "runs two processes in each of its tests",
     "grpo-exp resume runs/RUN": "a test of its own, on a run that was cut off",
 }
 
