@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,18 @@ def test_without_staleness_a_worker_changes_nothing(tmp_path: Path) -> None:
     assert repeatable(metrics(tmp_path / "worker")) == repeatable(metrics(tmp_path / "lockstep"))
     one, other = final_weights(tmp_path / "worker"), final_weights(tmp_path / "lockstep")
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_lockstep_run_waits_for_nobody_while_it_has_to_generate_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewards of one's own come from another process: with nothing sent to it there is no news to be had from it."""
+    monkeypatch.setattr("grpo_exp.rollout.source.PUMP_S", 30.0)
+    own = ["letter_rewards:num_letters"]
+    trainer = small_trainer(tmp_path, LOCKSTEP, "trainer.max_steps=2", reward_funcs=own, accuracy=None)
+    start = time.monotonic()
+    trainer.train()
+    assert time.monotonic() - start < 30.0
 
 
 def test_a_lockstep_run_repeats_bit_for_bit(tmp_path: Path) -> None:

@@ -85,8 +85,8 @@ def sweep(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Sweep:
 
 def test_the_precision_sweep_runs_as_an_array_and_ends_with_its_comparison(sweep: Sweep) -> None:
     assert sweep.first.code == 0, sweep.first.err
-    assert "submitted 6 runs as job" in sweep.first.err
-    assert "6 runs: 6 done" in sweep.first.out
+    assert "submitted 8 runs as job" in sweep.first.err
+    assert "8 runs: 8 done" in sweep.first.out
     assert "minus the baseline precision=fp32" in sweep.first.out
     assert len({number.partition("_")[0] for number in sweep.jobs.values()}) == 1
     for path in runs(sweep.folder / "runs" / "precision").values():
@@ -102,8 +102,8 @@ def test_a_finished_sweep_submits_nothing(sweep: Sweep) -> None:
 
 def test_one_seed_more_submits_only_the_new_runs(sweep: Sweep) -> None:
     assert sweep.more.code == 0, sweep.more.err
-    assert "submitted 3 runs as job" in sweep.more.err
-    assert "9 runs: 9 done" in sweep.more.out
+    assert "submitted 4 runs as job" in sweep.more.err
+    assert "12 runs: 12 done" in sweep.more.out
     found = runs(sweep.folder / "runs" / "precision")
     assert {name: job(path) for name, path in found.items() if name in sweep.jobs} == sweep.jobs
 

@@ -1,10 +1,12 @@
 """A sweep in wandb: what it wrote offline, and what a server is sent by ``grpo-exp sync``; wandb's own client, no account."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
-from commands import Ended, command, runs
+from commands import Command, Ended, command, runs, step, wait_for
+from small_runs import metrics
 from test_sweep_endings import JSONL, write_task
 from wandb_file import segments
 from wandb_server import KEY, Received, wandb_server
@@ -74,6 +76,99 @@ def check_received(sweep: Path, received: Received) -> None:
         assert received.exit_codes[name] == kept.exit_code
         assert [row["step"] for row in received.rows.get(name, [])] == [row["step"] for row in kept.history]
         assert received.runs[name]["displayName"] == path.name
+
+
+def test_runs_in_wandb_compare_as_their_folders_do(sweep: Path, tmp_path: Path) -> None:
+    for mark in sweep.glob("*/wandb/*/*.synced"):
+        mark.unlink()
+    with wandb_server() as (url, received):
+        account = without_account(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
+        assert sync(sweep, WANDB_BASE_URL=url, WANDB_API_KEY=KEY).code == 0
+        received.runs["other"] = {"project": "grpo_exp", "config": "{}", "groupName": "runs"}  # of another program
+        done = command("compare", "--wandb", "team/grpo_exp", "--json", cwd=tmp_path, **account)
+        shown = command("compare", "--wandb", "team/grpo_exp", "--group", "runs", cwd=tmp_path, **account)
+        page = command("compare", "--wandb", "team/grpo_exp", "--html", "report.html", cwd=tmp_path, **account)
+        of_other = command("compare", "--wandb", "team/grpo_exp", "--group", "no", cwd=tmp_path, **account)
+        nothing = command("compare", "--wandb", "team/nothing", cwd=tmp_path, **account)
+    assert done.code == 0, done.err
+    own = json.loads(command("compare", "runs", "--json", cwd=sweep.parent).out)
+    found = json.loads(done.out)
+    names = {
+        run["name"]: (run.pop("path"), other.pop("path")) for run, other in zip(found["runs"], own["runs"], strict=True)
+    }
+    assert all(url in address and path.endswith(name) for name, (address, path) in names.items())
+    assert found == own
+    assert (shown.code, page.code) == (0, 0)
+    assert "3 runs: 2 done, 1 failed" in shown.out
+    assert "<html" in (tmp_path / "report.html").read_text()
+    assert (of_other.code, nothing.code) == (2, 2)
+    assert "no run of the group no" in of_other.err
+    assert "Could not find project nothing" in nothing.err
+    assert len(nothing.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code", "words"),
+    [
+        (("--wandb", "a/b/c"), {}, 2, "ENTITY/PROJECT"),
+        (("--wandb", "team/lab"), {}, 2, "an API key"),
+        (("--wandb", "team/lab", "runs"), {}, 2, "run folders, or --wandb"),
+        ((), {}, 2, "run folders, or --wandb"),
+        (("runs", "--group", "x"), {}, 2, "with --wandb"),
+        (("--wandb", "team/lab"), {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, 1, "cannot be reached"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_from_wandb_is_said_in_a_line(
+    tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], code: int, words: str
+) -> None:
+    done = command("compare", *arguments, cwd=tmp_path, **without_account(tmp_path, **environment))
+    assert (done.code, len(done.err.splitlines())) == (code, 1), done.err
+    assert words in done.err
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_online_run_is_sent_as_it_goes_and_a_server_that_dies_does_not_stop_it(tmp_path: Path, after: int) -> None:
+    """F2. ``after``: answers of rows until the server is gone; 0: it stays."""
+    write_task(tmp_path)
+    with wandb_server(rows_until_gone=after) as (url, received):
+        account = without_account(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
+        done = command(
+            *SMALL,
+            *JSONL,
+            "task.reward=rewards.py:good",
+            "tracker=wandb",
+            "tracker.mode=online",
+            cwd=tmp_path,
+            **account,
+        )
+    assert done.code == 0, done.err
+    [path] = runs(tmp_path / "runs").values()
+    name = (path / "wandb_id").read_text().strip()
+    assert [row["step"] for row in metrics(path)] == [0, 1, 2]
+    if after == 0:
+        assert received.exit_codes == {name: 0}
+        assert [row["step"] for row in received.rows[name]] == [0, 1, 2]
+        assert received.files[name]["metrics.jsonl"] == (path / "metrics.jsonl").read_bytes()
+        assert json.loads(received.files[name]["status.json"])["state"] == "done"
+
+
+def test_an_online_run_that_is_stopped_and_resumed_is_one_run_with_each_step_once(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    long = ("trainer.max_steps=60", "trainer.eval_every=0", "tracker=wandb", "tracker.mode=online")
+    with wandb_server() as (url, received):
+        account = without_account(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
+        first = Command(*SMALL, *JSONL, "task.reward=rewards.py:good", *long, cwd=tmp_path, **account)
+        wait_for(lambda: any(step(path) > 3 for path in (tmp_path / "runs").glob("run_*")))
+        first.process.terminate()
+        assert first.end().code == 143
+        [path] = runs(tmp_path / "runs").values()
+        resumed = command("resume", str(path), cwd=tmp_path, **account)
+    assert resumed.code == 0, resumed.err
+    [name] = received.runs
+    assert name == (path / "wandb_id").read_text().strip()
+    assert [row["step"] for row in received.rows[name]] == list(range(61))
+    assert received.exit_codes[name] == 0
+    assert received.files[name]["metrics.jsonl"] == (path / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
+from urllib.parse import unquote
 
 KEY = "0" * 40  # the form of a key; a server of one's own decides what it is worth
 
@@ -24,10 +25,12 @@ class Received:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     summary: dict[str, dict[str, Any]] = field(default_factory=dict)
     exit_codes: dict[str, int] = field(default_factory=dict)
+    files: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
 
 class Handler(BaseHTTPRequestHandler):
     received: Received
+    rows_until_gone: int
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -40,12 +43,24 @@ class Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(r"/files/\w+/\w+/(\w+)/file_stream", self.path):
             self.file_stream(match[1], json.loads(data))
             self.answer({})
+            if self.rows_until_gone and any(len(rows) >= self.rows_until_gone for rows in self.received.rows.values()):
+                self.server.socket.close()
         else:  # measurements of wandb's own
             self.answer({})
 
     def do_PUT(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if match := re.fullmatch(r"/upload/(\w+)/(.+)", self.path):
+            self.received.files.setdefault(match[1], {})[unquote(match[2])] = data
         self.answer({})
+
+    def do_GET(self) -> None:
+        match = re.fullmatch(r"/upload/(\w+)/(.+)", self.path)
+        data = None if match is None else self.received.files.get(match[1], {}).get(unquote(match[2]))
+        self.send_response(200 if data is not None else 404)
+        self.send_header("Content-Length", str(len(data or b"")))
+        self.end_headers()
+        self.wfile.write(data or b"")
 
     def graphql(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         team = {"name": "team"}
@@ -60,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
             }  # fmt: skip
             return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
         if "createRunFiles" in query:
-            base = f"http://{self.headers['Host']}/upload"
+            base = f"http://{self.headers['Host']}/upload/{variables['run']}"
             files = [{"name": name, "uploadUrl": f"{base}/{name}"} for name in variables["files"]]
             return {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": files}}
         if "createArtifact(" in query:  # one that is there already: then nothing of it is uploaded
@@ -68,10 +83,67 @@ class Handler(BaseHTTPRequestHandler):
             return {
                 "createArtifact": {"artifact": {"id": "artifact", "state": "COMMITTED", "artifactSequence": sequence}}
             }
+        if "query RunFiles(" in query:
+            files = self.received.files.get(variables["name"], {})
+            found = [self.file(variables["name"], name) for name in files if name in variables["fileNames"]]
+            run = {
+                "fileCount": len(files),
+                "files": {"edges": found, "pageInfo": {"endCursor": "", "hasNextPage": False}},
+            }
+            return {"project": {"internalId": "UHJvamVjdDox", "run": run}}
+        if "query Runs(" in query:
+            return {"project": self.project(variables)}
         if "RunResumeStatus" in query:
-            return {"model": {"id": "project", "name": "lab", "entity": team, "bucket": None}}
+            known = self.received.runs.get(variables["name"])
+            bucket = None if known is None else self.bucket(variables["name"], known)
+            return {"model": {"id": "project", "name": "lab", "entity": team, "bucket": bucket}}
         viewer = {"id": "me", "entity": "team", "username": "me", "email": "", "flags": "{}", "teams": {"edges": []}}
         return {"viewer": viewer, "serverInfo": None, "model": None, "project": None, "__type": None}
+
+    def project(self, variables: dict[str, Any]) -> dict[str, Any] | None:
+        """The runs of a project, of one group if the filter asks for it; None where there is no such project."""
+        group = json.loads(variables["filters"]).get("group")
+        runs = {n: run for n, run in self.received.runs.items() if run.get("project", "lab") == variables["project"]}
+        if not runs:
+            return None
+        edges = [
+            {"node": self.run(name, run), "cursor": name}
+            for name, run in runs.items()
+            if group in (None, run.get("groupName"))
+        ]
+        page = {"endCursor": "", "hasNextPage": False}
+        return {
+            "internalId": "1",
+            "runCount": len(edges),
+            "readOnly": False,
+            "runs": {"edges": edges, "pageInfo": page},
+        }
+
+    def bucket(self, name: str, run: dict[str, Any]) -> dict[str, Any]:
+        """What a client that goes on with a run has to know of it."""
+        rows, wandb = self.received.rows.get(name, []), {"t": 1}
+        return {
+            "name": name, "displayName": run.get("displayName"), "id": f"id-{name}", "config": run.get("config") or "{}",
+            "summaryMetrics": json.dumps(self.received.summary.get(name, {})), "historyLineCount": len(rows),
+            "logLineCount": 0, "eventsLineCount": 0, "historyTail": json.dumps([json.dumps(row) for row in rows[-1:]]),
+            "eventsTail": "[]", "notes": None, "tags": [], "group": run.get("groupName"), "jobType": None,
+            "wandbConfig": json.dumps(wandb),
+        }  # fmt: skip
+
+    def run(self, name: str, run: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": f"id-{name}", "projectId": "1", "name": name, "displayName": run.get("displayName"), "tags": [],
+            "sweepName": None, "state": "finished", "config": run.get("config") or "{}", "group": run.get("groupName"),
+            "jobType": None, "commit": None, "readOnly": False, "createdAt": "2026-01-01T00:00:00", "heartbeatAt": None,
+            "description": None, "notes": None, "systemMetrics": "{}", "summaryMetrics": "{}", "historyLineCount": 0,
+            "user": {"name": "me", "username": "me"}, "historyKeys": None,
+        }  # fmt: skip
+
+    def file(self, run: str, name: str) -> dict[str, Any]:
+        url = f"http://{self.headers['Host']}/upload/{run}/{name}"
+        size = len(self.received.files[run][name])
+        node = {"id": name, "name": name, "url": url, "directUrl": url, "sizeBytes": size, "mimetype": "", "md5": ""}
+        return {"node": node | {"updatedAt": "2026-01-01T00:00:00"}, "cursor": name}
 
     def file_stream(self, run: str, body: dict[str, Any]) -> None:
         for name, part in (body.get("files") or {}).items():
@@ -93,10 +165,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def wandb_server() -> Iterator[tuple[str, Received]]:
-    """Its address, and what it has been sent."""
+def wandb_server(rows_until_gone: int = 0) -> Iterator[tuple[str, Received]]:
+    """Its address, and what it has been sent.
+
+    Args:
+        rows_until_gone: answer nobody any more once a run has sent so many rows; 0: always answer.
+    """
     received = Received()
-    handler = type("Handler", (Handler,), {"received": received})
+    handler = type("Handler", (Handler,), {"received": received, "rows_until_gone": rows_until_gone})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -1,7 +1,8 @@
-"""``grpo-exp compare PATH…``: the summary of a sweep, or of any run folders, as a table for people or for programs.
+"""``grpo-exp compare PATH…``: the summary of a sweep, or of any run folders, as a table for people or for programs; with
+``--wandb ENTITY/PROJECT`` of runs that are in wandb.
 
-Exit codes: 0, 2 for what the user can put right, 3 when ``--fail-if-confounded`` is given and arms differ in more than
-the declared factors.
+Exit codes: 0, 1 if wandb does not answer, 2 for what the user can put right, 3 when ``--fail-if-confounded`` is given and
+arms differ in more than the declared factors.
 """
 
 import argparse
@@ -10,13 +11,14 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from ..arguments import Parser
-from ..errors import ConfigError
+from ..errors import ConfigError, RunFailed
 from .export import to_csv, to_json
-from .load import find_runs
+from .load import ORIGIN, find_runs
 from .render import to_markdown, to_terminal
 from .tables import Summary, summarise
 
@@ -29,19 +31,33 @@ def main(argv: list[str]) -> int:
         arguments = _parser().parse_args(argv)
     except SystemExit as end:
         return int(end.code or 0)
-    try:
-        summary = summarise(find_runs(arguments.paths), arguments.baseline, arguments.metric)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with TemporaryDirectory(prefix="grpo-exp-") as folder:
+        try:
+            return _compare(arguments, Path(folder))
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except RunFailed as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+
+def _compare(arguments: argparse.Namespace, folder: Path) -> int:
+    """What runs in wandb have is read into a folder first."""
+    if (arguments.wandb is None) == (not arguments.paths):
+        raise ConfigError("PATH", " ".join(map(str, arguments.paths)), "run folders, or --wandb ENTITY/PROJECT")
+    if arguments.group is not None and arguments.wandb is None:
+        raise ConfigError("--group", arguments.group, "with --wandb ENTITY/PROJECT")
+    if arguments.wandb is not None:
+        from ..track.wandb_files import download
+
+        download(arguments.wandb, arguments.group, folder, ORIGIN)
+    summary = summarise(find_runs(arguments.paths or [folder]), arguments.baseline, arguments.metric)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an old locale has no ±
     try:
         _print(summary, arguments)
         sys.stdout.flush()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # "| head" has seen enough; without this, Python complains again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 3 if arguments.fail_if_confounded and summary.is_confounded else 0
@@ -95,8 +111,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code 2: nothing to compare, or a wrong argument. Exit code 3: see --fail-if-confounded.",
     )
     parser.add_argument(
-        "paths", nargs="+", type=_path, metavar="PATH", help="a run folder, or a folder with runs in it"
+        "paths", nargs="*", type=_path, metavar="PATH", help="a run folder, or a folder with runs in it"
     )
+    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="instead of folders: the runs of a project in wandb")
+    parser.add_argument("--group", metavar="SWEEP", help="with --wandb: the runs of one sweep alone")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="everything, with the raw values of each run")
     output.add_argument("--md", action="store_true", help="GitHub Markdown")

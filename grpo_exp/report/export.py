@@ -128,7 +128,7 @@ def _run(values: RunValues) -> Json:
     run = values.run
     return {
         "name": run.name,
-        "path": str(run.path),
+        "path": run.origin,
         "arm": values.arm,
         "seed": _seed(values),
         "state": run.state.value,
@@ -158,7 +158,7 @@ def to_csv(summary: Summary) -> str:
                 *(sites.get(arm, {}).get(site, "") for site in SITES),
                 *(values.values[name] for name in measures),
                 values.run.reason,
-                str(values.run.path),
+                values.run.origin,
             ]
         )
     return out.getvalue()

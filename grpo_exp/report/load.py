@@ -23,6 +23,9 @@ from ..folder import SILENCE_S
 from .metrics import Json, Metrics, Section, decode, read_metrics
 
 ABSENT = "–"
+ORIGIN = "origin"
+"""A file in the folder of a run that was fetched from elsewhere: where it is at home."""
+
 SKIPPED_FOLDERS = {"rollouts", "checkpoints", "logs"}
 _Loader: type[yaml.SafeLoader] | type[yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -54,6 +57,14 @@ class RunRecord:
     config: Section
     manifest: Section
     status: Section
+
+    @cached_property
+    def origin(self) -> str:
+        """Where a reader finds the run: its folder, or its address in wandb."""
+        try:
+            return (self.path / ORIGIN).read_text(encoding="utf-8").strip()
+        except OSError:
+            return str(self.path)
 
     @property
     def is_done(self) -> bool:

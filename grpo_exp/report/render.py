@@ -204,7 +204,7 @@ def _not_counted(runs: Sequence[RunValues]) -> Lines:
         lines.append(f"{run.state.value}: {run.name}{where}{progress}")
         if run.reason:
             lines.append(f"  {_shortened(' '.join(run.reason.split()), 300)}")
-        lines.append(f"  {run.path}")
+        lines.append(f"  {run.origin}")
     title = f"{_count(len(runs), 'run')} not counted in any mean (an arm's total includes its own)"
     return Lines(title, tuple(lines), is_alarm=any(v.run.state in _BAD for v in runs))
 

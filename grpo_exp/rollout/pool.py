@@ -125,6 +125,11 @@ class WorkerPool:
         """What to wait on; an inline worker has none, it works when it is polled."""
         return [m.process.connection for m in self.members if isinstance(m.process, WorkerProcess)]
 
+    @property
+    def works_when_polled(self) -> bool:
+        """An inline worker has something to do: nobody else's news are worth waiting for before it has done it."""
+        return any(m.requests and not isinstance(m.process, WorkerProcess) for m in self.members)
+
     def poll(self) -> list[Item]:
         """Everything that has come in. Results first, then deadlines: the trainer may have been away in a long step."""
         for member in list(self.members):

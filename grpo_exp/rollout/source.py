@@ -112,7 +112,7 @@ class RolloutSource:
         """Wait for news from workers and rewards, and deal with them; return as soon as ``awake`` can be read."""
         waitables: list[Any] = [*self.pool.connections(), *self.rewards.connections()]
         due_s = self.rewards.wait_s()
-        if waitables:
+        if waitables and not self.pool.works_when_polled:
             wait([*waitables, *([] if awake is None else [awake])], PUMP_S if due_s is None else min(PUMP_S, due_s))
         for item in self.pool.poll():
             match item:

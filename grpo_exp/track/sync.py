@@ -16,6 +16,7 @@ from ..errors import ConfigError, RunFailed
 from .wandb_options import has_api_key, is_installed, server_url
 
 CONNECT_S = 10.0
+UPLOAD_S = 1800.0  # for one run: wandb itself would try for days
 USAGE = "grpo-exp sync RUN_OR_SWEEP…"
 
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str], run_folders: Callable[[Path], Iterable[Path]]) -> 
         raise ConfigError("sync", "wandb", "an installed package", "pip install wandb")
     if not has_api_key():
         raise ConfigError("sync", "no API key", "WANDB_API_KEY, or what `wandb login` stores", "run `wandb login`")
-    check_server(server_url())
+    check_server(server_url(), "nothing was uploaded")
     runs = list(dict.fromkeys(run for word in argv for run in run_folders(Path(word))))
     states = [sync_run(run) for run in runs]
     counts = {state: states.count(state) for state in ("uploaded", "failed", "nothing to upload")}
@@ -42,8 +43,11 @@ def main(argv: Sequence[str], run_folders: Callable[[Path], Iterable[Path]]) -> 
     return int("failed" in states)
 
 
-def check_server(url: str) -> None:
+def check_server(url: str, so: str) -> None:
     """wandb would try for minutes, run by run. Behind a proxy only it can tell.
+
+    Args:
+        so: what has not been done then.
 
     Raises:
         RunFailed: nobody answers there.
@@ -55,17 +59,23 @@ def check_server(url: str) -> None:
     try:
         socket.create_connection((parts.hostname or "", port), timeout=CONNECT_S).close()
     except OSError as error:
-        raise RunFailed(f"nothing was uploaded: {url} cannot be reached ({error})") from error
+        raise RunFailed(f"{so}: {url} cannot be reached ({error})") from error
 
 
-def sync_run(run: Path) -> str:
+def sync_run(run: Path, limit_s: float = UPLOAD_S) -> str:
     """``uploaded``, ``failed`` or ``nothing to upload``; said in a line, with wandb's last words where it failed."""
     waiting = segments(run)
     if not waiting:
         print(f"{run.name}: nothing to upload")
         return "nothing to upload"
     command = [sys.executable, "-m", "wandb", "sync", *map(str, waiting)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{run.name}: failed, not done within {limit_s:g} s", file=sys.stderr)
+        return "failed"
     # wandb ends with 0 also where some files were refused; what it has uploaded it marks
     left = segments(run)
     if done.returncode == 0 and not left:

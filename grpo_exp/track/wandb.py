@@ -17,6 +17,7 @@ from grpo_exp.config.schema import TrackerConfig
 from grpo_exp.track import wandb_options as options
 from grpo_exp.track.base import Details, Sample, TrackedRun
 from grpo_exp.track.summary import summary
+from grpo_exp.track.wandb_files import KEPT
 
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]  # ships no types
@@ -64,6 +65,8 @@ class WandbTracker:
             self._run.define_metric(axis)
         self._run.define_metric("*", step_metric="step")
         self._run_dir = run.run_dir
+        self._kept: set[str] = set()
+        self._keep()
         if not self._run.offline:
             logging.getLogger("grpo_exp.track").info("wandb: %s", self._run.url)
 
@@ -76,9 +79,18 @@ class WandbTracker:
             return
         if "time" in row and self._steps.shown_before(step):
             return
+        self._keep()
         known = {key: value for key, value in row.items() if value is not None}
         details, self._details = self._details, {}
         self._run.log({**known, **details, "step": step}, step=self._steps.next(step), commit=True)
+
+    def _keep(self) -> None:
+        """The files of the run folder that there are go with the run, now and whenever they change."""
+        assert self._run is not None
+        for path in (self._run_dir / name for name in KEPT if name not in self._kept):
+            if path.is_file():
+                self._kept.add(path.name)
+                self._run.save(str(path), base_path=str(self._run_dir), policy="live")
 
     def details(self, step: int, details: Details) -> None:
         """Kept for the row of the step: wandb has one row for each of its counts."""
