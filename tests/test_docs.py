@@ -113,6 +113,8 @@ NOT_RUN = {
     " hydra.sweeper.sampler.seed=0 'optim.lr=tag(log,interval(1e-4,1e-2))' precision=bf16,fp16"
     " runs_dir=runs/search": "needs a plugin; test_sweep_optuna.py searches",
     "grpo-exp cancel runs": "needs a cluster; test_slurm.py has one",
+    "grpo-exp compare --wandb my-team/grpo_exp --group precision": "needs an account; test_track_sync.py has a stand-in",
+    "grpo-exp compare --wandb my-team/grpo_exp --html report.html --artifact my-team/reports": "the same",
     "grpo-exp sync runs/precision": "needs an account; test_track_sync.py has a stand-in",
     "grpo-exp compare runs/gpu": "needs runs on a GPU",
     "grpo-exp compare runs/phantom_clip": "needs the sweep that comes before it",

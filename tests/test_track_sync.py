@@ -87,7 +87,8 @@ def test_runs_in_wandb_compare_as_their_folders_do(sweep: Path, tmp_path: Path) 
         received.runs["other"] = {"project": "grpo_exp", "config": "{}", "groupName": "runs"}  # of another program
         done = command("compare", "--wandb", "team/grpo_exp", "--json", cwd=tmp_path, **account)
         shown = command("compare", "--wandb", "team/grpo_exp", "--group", "runs", cwd=tmp_path, **account)
-        page = command("compare", "--wandb", "team/grpo_exp", "--html", "report.html", cwd=tmp_path, **account)
+        html = ("--html", "report.html", "--artifact", "team/reports")
+        page = command("compare", "--wandb", "team/grpo_exp", *html, cwd=tmp_path, **account)
         of_other = command("compare", "--wandb", "team/grpo_exp", "--group", "no", cwd=tmp_path, **account)
         nothing = command("compare", "--wandb", "team/nothing", cwd=tmp_path, **account)
     assert done.code == 0, done.err
@@ -101,6 +102,7 @@ def test_runs_in_wandb_compare_as_their_folders_do(sweep: Path, tmp_path: Path) 
     assert (shown.code, page.code) == (0, 0)
     assert "3 runs: 2 done, 1 failed" in shown.out
     assert "<html" in (tmp_path / "report.html").read_text()
+    assert ("report", "report-report") in received.artifacts
     assert (of_other.code, nothing.code) == (2, 2)
     assert "no run of the group no" in of_other.err
     assert "Could not find project nothing" in nothing.err
@@ -115,6 +117,7 @@ def test_runs_in_wandb_compare_as_their_folders_do(sweep: Path, tmp_path: Path) 
         (("--wandb", "team/lab", "runs"), {}, 2, "run folders, or --wandb"),
         ((), {}, 2, "run folders, or --wandb"),
         (("runs", "--group", "x"), {}, 2, "with --wandb"),
+        (("runs", "--artifact", "team/lab"), {}, 2, "with --html"),
         (("--wandb", "team/lab"), {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, 1, "cannot be reached"),
     ],
 )  # fmt: skip
@@ -138,6 +141,7 @@ def test_an_online_run_is_sent_as_it_goes_and_a_server_that_dies_does_not_stop_i
             "task.reward=rewards.py:good",
             "tracker=wandb",
             "tracker.mode=online",
+            "tracker.log_checkpoint=true",
             cwd=tmp_path,
             **account,
         )
@@ -147,6 +151,7 @@ def test_an_online_run_is_sent_as_it_goes_and_a_server_that_dies_does_not_stop_i
     assert [row["step"] for row in metrics(path)] == [0, 1, 2]
     if after == 0:
         assert received.exit_codes == {name: 0}
+        assert ("model", f"checkpoint-{name}") in received.artifacts
         assert [row["step"] for row in received.rows[name]] == [0, 1, 2]
         assert received.files[name]["metrics.jsonl"] == (path / "metrics.jsonl").read_bytes()
         assert json.loads(received.files[name]["status.json"])["state"] == "done"

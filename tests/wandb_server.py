@@ -26,6 +26,7 @@ class Received:
     summary: dict[str, dict[str, Any]] = field(default_factory=dict)
     exit_codes: dict[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    artifacts: list[tuple[str, str]] = field(default_factory=list)  # type and collection
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -79,6 +80,8 @@ class Handler(BaseHTTPRequestHandler):
             files = [{"name": name, "uploadUrl": f"{base}/{name}"} for name in variables["files"]]
             return {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": files}}
         if "createArtifact(" in query:  # one that is there already: then nothing of it is uploaded
+            made = variables.get("input") or variables
+            self.received.artifacts.append((made["artifactTypeName"], made["artifactCollectionName"]))
             sequence = {"id": "sequence", "latestArtifact": None}
             return {
                 "createArtifact": {"artifact": {"id": "artifact", "state": "COMMITTED", "artifactSequence": sequence}}

@@ -366,6 +366,7 @@ class TrackerConfig:
     tags: list[str] = field(default_factory=list)
     details_every: int = 25  # steps; 0 = no completions and no histogram of log-ratios
     num_samples: int = 4  # completions in the table of such a step
+    log_checkpoint: bool = False  # upload the last checkpoint of a run that ends well, as an artifact
 
 
 @dataclass

@@ -48,6 +48,8 @@ def _compare(arguments: argparse.Namespace, folder: Path) -> int:
         raise ConfigError("PATH", " ".join(map(str, arguments.paths)), "run folders, or --wandb ENTITY/PROJECT")
     if arguments.group is not None and arguments.wandb is None:
         raise ConfigError("--group", arguments.group, "with --wandb ENTITY/PROJECT")
+    if arguments.artifact is not None and arguments.html is None:
+        raise ConfigError("--artifact", arguments.artifact, "with --html FILE")
     if arguments.wandb is not None:
         from ..track.wandb_files import download
 
@@ -66,6 +68,11 @@ def _compare(arguments: argparse.Namespace, folder: Path) -> int:
 def _print(summary: Summary, arguments: argparse.Namespace) -> None:
     if arguments.html is not None:
         _write_html(summary, arguments.html)
+        if arguments.artifact is not None:
+            from ..track.wandb_files import upload_report
+
+            upload_report(arguments.html, arguments.artifact)
+            print(f"logged in wandb: {arguments.artifact}")
         return
     if arguments.json:
         print(to_json(summary))
@@ -114,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         "paths", nargs="*", type=_path, metavar="PATH", help="a run folder, or a folder with runs in it"
     )
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="instead of folders: the runs of a project in wandb")
+    parser.add_argument("--artifact", metavar="ENTITY/PROJECT", help="with --html: log the file in wandb as well")
     parser.add_argument("--group", metavar="SWEEP", help="with --wandb: the runs of one sweep alone")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="everything, with the raw values of each run")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_exp.config.schema import TrackerConfig
+from grpo_exp.folder import list_checkpoints
 from grpo_exp.track import wandb_options as options
 from grpo_exp.track.base import Details, Sample, TrackedRun
 from grpo_exp.track.summary import summary
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 AXES = ("step", "samples", "tokens", "wall_s")  # any of them can be the x axis of a panel
 SERVICE = "wandb-core"  # the process that wandb starts to write and send what is logged
+OF_THE_TRAINER = ("optimizer.safetensors", "trainer.json")  # in a checkpoint, for a resume alone
 INIT_S = 20.0
 KILL_S = 1.0
 UPLOAD_S = 15.0  # at the end of an online run; below the limit of `guarded`, so that wandb can end by itself
@@ -115,6 +117,8 @@ class WandbTracker:
             self._steps.close()
         try:
             self._summarize(run)
+            if self._config.log_checkpoint and exit_code == 0:
+                self._log_checkpoint(run)
             run.finish(exit_code=exit_code)
         finally:
             if self._owns_service:  # only then is all on disk; else it would be at the exit of the interpreter
@@ -127,6 +131,19 @@ class WandbTracker:
             return
         except Exception as error:  # the end of the run must be told, whatever becomes of its overview
             self._on_warning(f"wandb: the run has no summary: {type(error).__name__}: {error}")
+
+    def _log_checkpoint(self, run: "wandb.Run") -> None:
+        """Weights, configuration and tokenizer of the last checkpoint: what loads by ``from_pretrained``."""
+        import wandb
+
+        checkpoints = list_checkpoints(self._run_dir / "checkpoints")
+        if not checkpoints:
+            return
+        artifact = wandb.Artifact(f"checkpoint-{run.id}", type="model", metadata={"step": checkpoints[-1].name})
+        for path in sorted(checkpoints[-1].iterdir()):
+            if path.name not in OF_THE_TRAINER:
+                artifact.add_file(str(path))
+        run.log_artifact(artifact)
 
     def abandon(self) -> None:
         """Ends the service process, so that a call that waits for it fails instead of hanging.

@@ -5,6 +5,7 @@ folder beside its metrics in wandb, and here they are fetched as they are, with 
 """
 
 import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,21 +27,15 @@ def download(project: str, group: str | None, to: Path, origin: str) -> None:
     """Make a run folder below ``to`` for every run of ours.
 
     Args:
-        origin: name of the file in it that gets the run's address.
         project: ``ENTITY/PROJECT``, or ``PROJECT`` of the account's own entity.
         group: the name of a sweep, for its runs alone.
+        origin: name of the file in it that gets the run's address.
 
     Raises:
         ConfigError: there is no such project, or no run of ours in it; or no wandb, no key.
         RunFailed: the server does not answer.
     """
-    if not re.fullmatch(r"([^/]+/)?[^/]+", project):
-        raise ConfigError("--wandb", project, "ENTITY/PROJECT, or PROJECT")
-    if not is_installed("wandb"):
-        raise ConfigError("--wandb", project, "with the wandb package", "pip install wandb")
-    if not has_api_key():
-        raise ConfigError("--wandb", project, "with an API key", "run `wandb login` or set WANDB_API_KEY")
-    check_server(server_url(), "nothing was read")
+    _check(project, "--wandb", "nothing was read")
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))
@@ -58,6 +53,43 @@ def download(project: str, group: str | None, to: Path, origin: str) -> None:
     if not runs:
         where = "no run" if group is None else f"no run of the group {group}"
         raise ConfigError("--wandb", project, fix=f"{where} that grpo-exp has logged is in it")
+
+
+def upload_report(page: Path, project: str) -> None:
+    """Log the HTML report as an artifact, in a run of its own.
+
+    Args:
+        project: as for :func:`download`.
+
+    Raises:
+        ConfigError: no wandb, no key, or no name of a project.
+        RunFailed: it could not be uploaded.
+    """
+    _check(project, "--artifact", "nothing was uploaded")
+    import wandb
+
+    entity, _, name = project.rpartition("/")
+    wandb.setup(wandb.Settings(silent=True))
+    artifact = wandb.Artifact(f"report-{page.stem}", type="report")
+    artifact.add_file(str(page))
+    try:
+        with wandb.init(
+            entity=entity or None, project=name, job_type="report", dir=tempfile.mkdtemp(prefix="grpo-exp-"),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=TIMEOUT_S),
+        ) as run:  # fmt: skip
+            run.log_artifact(artifact)  # the end of the run waits for it
+    except Exception as error:  # of the network, by several names
+        raise RunFailed(f"wandb: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _check(project: str, key: str, so: str) -> None:
+    if not re.fullmatch(r"([^/]+/)?[^/]+", project):
+        raise ConfigError(key, project, "ENTITY/PROJECT, or PROJECT")
+    if not is_installed("wandb"):
+        raise ConfigError(key, project, "with the wandb package", "pip install wandb")
+    if not has_api_key():
+        raise ConfigError(key, project, "with an API key", "run `wandb login` or set WANDB_API_KEY")
+    check_server(server_url(), so)
 
 
 def _fetch(run: "Run", folder: Path) -> None:
