@@ -1,6 +1,7 @@
 """The comparison as one HTML file: its bytes, its limits, and how a real browser takes it."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from browser import CHROMIUM, page
 from run_folders import metric_rows, write_run, write_sweep, write_troubled_sweep
 from test_report_compare import NASTY, golden
 
+from grpo_exp.report.charts import ArmCurves, Axes, curves, mean_curve
 from grpo_exp.report.compare import main
 
 LIMIT_BYTES = 400_000
@@ -56,7 +58,9 @@ def test_the_bytes_are_the_same_in_another_process() -> None:
     write_troubled_sweep(Path("runs"))
     first = written()
     code = "from grpo_exp.report.compare import main; main(['runs', '--html', 'again.html'])"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={"PYTHONHASHSEED": "7"})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": "7"}
+    )
     assert Path("again.html").read_text(encoding="utf-8") == first
 
 
@@ -78,6 +82,43 @@ def test_hundreds_of_runs_stay_below_the_limit() -> None:
         for seed in range(100):
             write_run(Path("runs"), precision=precision, seed=seed, num_steps=60)
     assert len(written().encode()) < LIMIT_BYTES
+
+
+def test_reward_and_mismatch_are_drawn_over_every_axis_with_a_mean_of_runs_that_share_no_place() -> None:
+    for seed in range(2):  # seed 1 trains more tokens in a step, and faster
+        rows = [
+            row | {"tokens": row["tokens"] * (10 + seed) // 10, "wall_s": row["wall_s"] / (1 + 0.3 * seed)}
+            for row in metric_rows("bf16", seed)
+        ]
+        write_run(Path("runs"), precision="bf16", seed=seed, rows=rows)
+    text = written()
+    for key in ("eval/accuracy", "reward/mean", "mismatch/abs_mean"):
+        for axis in ("step", "completions trained", "tokens trained", "seconds of training"):
+            drawing = re.search(rf'aria-label="{key} over {axis}">(.*?)</svg>', text)
+            assert drawing, (key, axis)
+            thick = re.search(r'class="bold s0 d0" d="(M[^"]+)"', drawing[1])
+            assert thick, (key, axis)
+            assert len(re.findall(r"[\d.]+", thick[1].partition("l")[2])) >= 4, (key, axis)
+
+
+def test_a_mean_of_curves_without_shared_places_lies_between_them_and_ends_with_the_shorter_one() -> None:
+    a, b = [(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)], [(0.0, 1.0), (1.0, 3.0), (3.0, 7.0)]
+    assert mean_curve([a, b]) == [(0.0, 0.5), (1.0, 2.0), (2.0, 3.5), (3.0, 5.0)]
+    assert mean_curve([a, a[:2]]) == a[:2]
+    assert mean_curve([[(0.0, 1.0), (1.0, 1.0)], [(5.0, 1.0), (6.0, 1.0)]]) == []
+
+
+def test_a_path_of_steps_ends_where_its_last_point_is() -> None:
+    points = [(float(x), math.sin(x) * 3) for x in range(50)]
+    drawing = curves([ArmCurves("a", 0, [points])], "t", "x", "y")
+    assert drawing is not None
+    path = re.search(r'class="bold s0 d0" d="M([\d.]+) ([\d.]+)l([^"]+)"', drawing)
+    assert path
+    steps = [float(part) for part in re.findall(r"-?[\d.]+", path[3])]
+    assert len(steps) == 2 * 49
+    axes = Axes.around(*zip(*points, strict=True))
+    across, down = float(path[1]) + sum(steps[::2]), float(path[2]) + sum(steps[1::2])
+    assert [f"{across:.1f}", f"{down:.1f}"] == [f"{float(part):.1f}" for part in axes.at(*points[-1])]
 
 
 def test_names_are_escaped() -> None:

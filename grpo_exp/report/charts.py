@@ -6,6 +6,7 @@ keeps the file small and its bytes the same everywhere.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,6 +16,7 @@ from .stats import mean
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, SIDE = 760, 260, 62, 12, 40, 190
 MAX_POINTS = 3000  # of one figure
+MEAN_POINTS = 200  # of a mean of runs whose points lie at different places
 STYLES = 8
 
 Points = Sequence[tuple[float, float]]
@@ -96,17 +98,22 @@ def svg(body: str, title: str, height: int = HEIGHT) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" aria-label="{name}">{body}</svg>'
 
 
-def curves(arms: Sequence[ArmCurves], title: str, x_label: str, y_label: str) -> str | None:
+def curves(
+    arms: Sequence[ArmCurves], title: str, x_label: str, y_label: str, max_points: int = MAX_POINTS
+) -> str | None:
     """Thin lines per run and a thick mean per arm; None where there is nothing to draw.
 
     The mean is drawn where every run of the arm has a value, so that a run that ends early never moves it.
+
+    Args:
+        max_points: of all lines together, about.
     """
     everything = [point for arm in arms for curve in arm.curves for point in curve]
     if not everything:
         return None
     axes = Axes.around([x for x, _ in everything], [y for _, y in everything])
     num_lines = sum(len(arm.curves) for arm in arms) + len(arms)
-    budget = max(6, MAX_POINTS // num_lines)
+    budget = max(6, max_points // num_lines)
     parts = [axes.frame(x_label, y_label)]
     for arm in arms:
         thin = "".join(_path(curve, axes, budget) for curve in arm.curves)
@@ -119,21 +126,61 @@ def curves(arms: Sequence[ArmCurves], title: str, x_label: str, y_label: str) ->
 
 
 def mean_curve(found: Sequence[Points]) -> Points:
+    """The mean of some curves where all have a value.
+
+    That is at the places they share. Where they share few (tokens, seconds: each run has its own) it is over the range
+    that all of them cover, each run taken along the line between two of its points.
+    """
     if not found:
         return []
     by_x: dict[float, list[float]] = {}
     for curve in found:
         for x, y in dict(curve).items():
             by_x.setdefault(x, []).append(y)
-    return [(x, mean(ys)) for x, ys in sorted(by_x.items()) if len(ys) == len(found)]
+    shared = [(x, mean(ys)) for x, ys in sorted(by_x.items()) if len(ys) == len(found)]
+    # the place before the first step is always shared, and a count of tokens may be by chance
+    are_aligned = 2 * len(shared) >= min(len(dict(curve)) for curve in found)
+    return shared if are_aligned else _mean_between(found, sorted(by_x)) or shared
+
+
+def _mean_between(found: Sequence[Points], places: Sequence[float]) -> Points:
+    ordered = [sorted(dict(curve).items()) for curve in found]
+    low, high = max(curve[0][0] for curve in ordered), min(curve[-1][0] for curve in ordered)
+    inner = [(x, 0.0) for x in places if low <= x <= high]
+    return [(x, mean([_between(curve, x) for curve in ordered])) for x, _ in thinned(inner, MEAN_POINTS)]
+
+
+def _between(curve: Points, x: float) -> float:
+    """A curve in order of x, on the line between its points on either side of a place within it."""
+    place = bisect_left(curve, x, key=lambda point: point[0])
+    x1, y1 = curve[place]
+    if x1 == x:
+        return y1
+    x0, y0 = curve[place - 1]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def _path(points: Points, axes: Axes, budget: int) -> str:
-    kept = thinned(points, budget)
-    if len(kept) == 1:
-        x, y = axes.at(*kept[0])
-        return f"M{x} {y}h3"
-    return "".join(f"{'M' if place == 0 else 'L'}{' '.join(axes.at(x, y))}" for place, (x, y) in enumerate(kept))
+    """From point to point by the way between the two, each rounded as :func:`short` does: a third shorter than places."""
+    (x0, y0), *rest = (_in_tenths(*axes.at(x, y)) for x, y in thinned(points, budget))
+    start = f"M{x0 / 10:g} {y0 / 10:g}"
+    if not rest:
+        return f"{start}h3"
+    steps = []
+    for x, y in rest:
+        steps.append(f"{_tenths(x - x0)}{_tenths(y - y0)}")
+        x0, y0 = x, y
+    return f"{start}l{''.join(steps).strip()}"
+
+
+def _in_tenths(across: str, down: str) -> tuple[int, int]:
+    return round(10 * float(across)), round(10 * float(down))
+
+
+def _tenths(value: int) -> str:
+    """With the sign or the space that keeps it from the number before."""
+    text = f"{abs(value) / 10:g}".removeprefix("0") or "0"
+    return f"{'-' if value < 0 else ' '}{text}"
 
 
 def thinned(points: Points, budget: int) -> Points:

@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 
 from .arms import natural
-from .charts import ArmCurves, curves, final_points, scatter
+from .charts import MAX_POINTS, ArmCurves, curves, final_points, scatter
 from .layout import Grid, Lines
 from .load import ABSENT, RunRecord, as_text, flatten
 from .metrics import number
@@ -19,22 +19,28 @@ from .tables import Summary
 
 HEADER_KEYS = ("versions.", "git.", "hardware.")
 AXES = {"step": "step", "samples": "completions trained", "tokens": "tokens trained", "wall_s": "seconds of training"}
-OVER_TIME = {
-    "mismatch/abs_mean": "Mismatch over time: mean of |trainer − generator| in nats per token",
+OVER_AXES = {
+    "reward/mean": "Mean reward",
+    "mismatch/abs_mean": "Mismatch: mean of |trainer − generator| in nats per token",
+}
+OVER_STEP = {
     "probe/alpha_abs_mean": "Decomposition: |alpha|, the policy that moved on",
     "probe/beta_abs_mean": "Decomposition: |beta|, trainer against generator on the same weights",
     "probe/beta_dtype_abs_mean": "Decomposition: the part of beta that is dtype",
     "probe/beta_batch_abs_mean": "Decomposition: the part of beta that is batching",
     "probe/beta_engine_abs_mean": "Decomposition: the part of beta that is the engine",
+    "fp16/scale": "Loss scale",
+    "fp16/skipped_total": "Skipped steps",
+    "grad/norm": "Gradient norm",
 }
-STABILITY = {"fp16/scale": "Loss scale", "fp16/skipped_total": "Skipped steps", "grad/norm": "Gradient norm"}
 COST = {
     "wall_s": ("seconds of training", "training time"),
     "tokens_per_s": ("trained tokens per second", "speed"),
     "memory/peak_bytes": ("MiB", "peak memory of the trainer"),
 }
 BANDS = tuple(f"mismatch/prob_{band}" for band in ("0_1", "1_10", "10_50", "50_90", "90_100"))
-MAX_CHARTS_BYTES = 230_000
+MAX_BYTES = 390_000  # of the whole page; figures that would not fit are left out
+CLOSED_POINTS = MAX_POINTS // 3  # of a figure that opens on a press
 
 
 def to_html(summary: Summary) -> str:
@@ -42,8 +48,9 @@ def to_html(summary: Summary) -> str:
     name = next((text for run in _runs(summary) if (text := flatten(run.config).get("sweep.name"))), None)
     title = f"Comparison: {as_text(name)}" if name else "Comparison"
     body = [f"<h1>{_text(title)}</h1>", _question(summary), *_words(summary), _grid(summary), _environment(summary)]
-    body += [_tables(summary), _figures(summary)]
     css, js = (files("grpo_exp.report").joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    body.append(_tables(summary))
+    body.append(_figures(summary, MAX_BYTES - len("".join((*body, css, js)).encode())))
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{_text(title)}</title>\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n<link rel="icon" href="data:,">\n'
@@ -166,13 +173,13 @@ def _cell(text: str) -> str:
     return f'<td class="n" data-v="{value:g}">{_text(text)}</td>'
 
 
-def _figures(summary: Summary) -> str:
+def _figures(summary: Summary, max_bytes: int) -> str:
     metric, parts, size = summary.metric, [], 0
     for figure in _each_figure(summary, metric):
         if figure is None:
             continue
         size += len(figure.encode())
-        if size > MAX_CHARTS_BYTES:
+        if size > max_bytes:
             parts.append("<p>Further figures are left out: the file would be too large.</p>")
             break
         parts.append(figure)
@@ -182,12 +189,11 @@ def _figures(summary: Summary) -> str:
 def _each_figure(summary: Summary, metric: str) -> Iterable[str | None]:
     finals = [(arm.arm.name, _by_seed(summary, arm.arm.name, metric)) for arm in summary.arms]
     yield _figure(final_points(finals, f"{metric} at the end", metric), "Final values; lines join the runs of a seed")
-    for axis, label in AXES.items():
-        yield _figure(
-            _over(summary, metric, axis, label), f"{metric} over {label}: runs thin, means thick", axis == "step"
-        )
-    yield _figure(_over(summary, "reward/mean", "step", "step"), "reward/mean over step", metric != "reward/mean")
-    for key, caption in (OVER_TIME | STABILITY).items():
+    yield from _over_axes(summary, metric, metric, "runs thin, means thick")
+    for key, caption in OVER_AXES.items():
+        if key != metric:
+            yield from _over_axes(summary, key, caption, key)
+    for key, caption in OVER_STEP.items():
         if key != metric:
             yield _figure(_over(summary, key, "step", "step"), f"{caption} ({key})")
     kept = [
@@ -205,7 +211,7 @@ def _each_figure(summary: Summary, metric: str) -> Iterable[str | None]:
             for place, band in enumerate(BANDS)
         ]
         title = f"Mismatch by probability band: {arm.arm.name}"
-        yield _figure(curves(bands, title, "step", "nats"), title, False)
+        yield _figure(curves(bands, title, "step", "nats", CLOSED_POINTS), title, False)
     for measure, (label, caption) in COST.items():
         yield _figure(scatter(_cost(summary, measure), f"{metric} against {caption}", label, metric),
                       f"Cost against quality: {metric} against {caption}", measure == "wall_s")  # fmt: skip
@@ -239,12 +245,20 @@ def _by_seed(summary: Summary, arm: str, metric: str) -> Mapping[str, float]:
     return found
 
 
-def _over(summary: Summary, key: str, axis: str, label: str) -> str | None:
+def _over_axes(summary: Summary, key: str, caption: str, note: str) -> Iterable[str | None]:
+    """Open over step; closed, and with fewer points, over the other axes."""
+    for axis, label in AXES.items():
+        is_open = axis == "step"
+        drawing = _over(summary, key, axis, label, MAX_POINTS if is_open else CLOSED_POINTS)
+        yield _figure(drawing, f"{caption}, over {label} ({note})", is_open)
+
+
+def _over(summary: Summary, key: str, axis: str, label: str, max_points: int = MAX_POINTS) -> str | None:
     arms = [
         ArmCurves(arm.arm.name, place, _series(arm.arm.done or arm.arm.runs, key, axis))
         for place, arm in enumerate(summary.arms)
     ]
-    return curves(arms, f"{key} over {label}", label, key)
+    return curves(arms, f"{key} over {label}", label, key, max_points)
 
 
 def _series(runs: Iterable[RunRecord], key: str, axis: str) -> list[list[tuple[float, float]]]:
