@@ -2,8 +2,11 @@
 
 import json
 import os
+import socket
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from commands import Command, Ended, command, runs, step, wait_for
 from small_runs import metrics
@@ -11,7 +14,10 @@ from test_sweep_endings import JSONL, write_task
 from wandb_file import segments
 from wandb_server import KEY, Received, wandb_server
 
+from grpo_exp.track.sync import sync_run
+
 SMALL = ("debug=smoke", "rollout=lockstep", "trainer.prompts_per_step=4", "algo.group_size=2", "trainer.max_steps=2")
+SECRET = "hf_SECRET"  # on the command line, so it is in every run folder
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +28,9 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arms = "task.reward=rewards.py:good,rewards.py:bad,examples_good.py:good"
     (folder / "examples_good.py").write_text((folder / "rewards.py").read_text())
     done = command(
-        "-m", *SMALL, *JSONL, arms, "tracker=wandb", "tracker.details_every=2", cwd=folder, **without_account(folder)
-    )
+        "-m", *SMALL, *JSONL, arms, "tracker=wandb", "tracker.details_every=2", f"+model.init_kwargs.token={SECRET}",
+        cwd=folder, **without_account(folder)
+    )  # fmt: skip
     assert done.code == 1, done.err
     return folder / "runs"
 
@@ -76,14 +83,46 @@ def check_received(sweep: Path, received: Received) -> None:
         assert received.exit_codes[name] == kept.exit_code
         assert [row["step"] for row in received.rows.get(name, [])] == [row["step"] for row in kept.history]
         assert received.runs[name]["displayName"] == path.name
+        assert received.files[name].keys() >= {"manifest.json", "status.json", "metrics.jsonl"}
+        assert SECRET in (path / "manifest.json").read_text()
+    assert SECRET not in repr(received)
+
+
+def processes_of(url: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("WANDB_BASE_URL") == url:
+                found.append(process.pid)
+    return found
+
+
+def test_a_server_that_does_not_answer_ends_the_upload_of_a_run_and_leaves_no_process(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = next(iter(runs(sweep).values()))
+    for mark in path.glob("wandb/*/*.synced"):
+        mark.unlink()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        account = without_account(sweep, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
+        for name, value in account.items():
+            monkeypatch.setenv(name, value)
+        assert sync_run(path, limit_s=3.0) == "failed"
+    assert f"{path.name}: failed, not done within 3 s" in capsys.readouterr().err
+
+    wait_for(lambda: not processes_of(url), 10.0)
 
 
 def test_runs_in_wandb_compare_as_their_folders_do(sweep: Path, tmp_path: Path) -> None:
+    """Also where the folders were somewhere else when they were uploaded."""
     for mark in sweep.glob("*/wandb/*/*.synced"):
         mark.unlink()
     with wandb_server() as (url, received):
         account = without_account(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
-        assert sync(sweep, WANDB_BASE_URL=url, WANDB_API_KEY=KEY).code == 0
+        moved = sweep.rename(tmp_path / "moved")
+        assert sync(moved, WANDB_BASE_URL=url, WANDB_API_KEY=KEY).code == 0
+        moved.rename(sweep)
         received.runs["other"] = {"project": "grpo_exp", "config": "{}", "groupName": "runs"}  # of another program
         done = command("compare", "--wandb", "team/grpo_exp", "--json", cwd=tmp_path, **account)
         shown = command("compare", "--wandb", "team/grpo_exp", "--group", "runs", cwd=tmp_path, **account)

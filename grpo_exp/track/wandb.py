@@ -18,7 +18,7 @@ from grpo_exp.folder import list_checkpoints
 from grpo_exp.track import wandb_options as options
 from grpo_exp.track.base import Details, Sample, TrackedRun
 from grpo_exp.track.summary import summary
-from grpo_exp.track.wandb_files import KEPT
+from grpo_exp.track.wandb_files import KeptFiles
 
 if TYPE_CHECKING:
     import psutil  # type: ignore[import-untyped]  # ships no types
@@ -51,6 +51,8 @@ class WandbTracker:
         self._steps: _Steps | None = None
         self._pid = -1
         self._owns_service = False
+        self._files: KeptFiles | None = None
+        self._has_lost_files = False
 
     def start(self, run: TrackedRun) -> None:
         mode = options.choose_mode(self._config)
@@ -67,7 +69,7 @@ class WandbTracker:
             self._run.define_metric(axis)
         self._run.define_metric("*", step_metric="step")
         self._run_dir = run.run_dir
-        self._kept: set[str] = set()
+        self._files = KeptFiles(self._run, run.run_dir, options.has_secret(options.run_config(run)))
         self._keep()
         if not self._run.offline:
             logging.getLogger("grpo_exp.track").info("wandb: %s", self._run.url)
@@ -87,12 +89,14 @@ class WandbTracker:
         self._run.log({**known, **details, "step": step}, step=self._steps.next(step), commit=True)
 
     def _keep(self) -> None:
-        """The files of the run folder that there are go with the run, now and whenever they change."""
-        assert self._run is not None
-        for path in (self._run_dir / name for name in KEPT if name not in self._kept):
-            if path.is_file():
-                self._kept.add(path.name)
-                self._run.save(str(path), base_path=str(self._run_dir), policy="live")
+        """A folder that cannot be read or written costs the comparison its files, and the run nothing."""
+        try:
+            if self._files is not None:
+                self._files.update()
+        except (OSError, ValueError) as error:
+            if not self._has_lost_files:
+                self._on_warning(f"wandb: the run misses files that `compare --wandb` reads: {error}")
+            self._has_lost_files = True
 
     def details(self, step: int, details: Details) -> None:
         """Kept for the row of the step: wandb has one row for each of its counts."""
@@ -116,6 +120,7 @@ class WandbTracker:
         if self._steps is not None:
             self._steps.close()
         try:
+            self._keep()
             self._summarize(run)
             if self._config.log_checkpoint and exit_code == 0:
                 self._log_checkpoint(run)

@@ -1,26 +1,71 @@
 """Runs of a wandb project as run folders again: what ``grpo-exp compare --wandb`` compares.
 
-wandb's own history is sampled when it is read, and has no row for what was null. So a run keeps the files that make up its
-folder beside its metrics in wandb, and here they are fetched as they are, with wandb's own client.
+wandb's own history has no row for what was null, and steps that were done again as they were first. So a run keeps the files
+that make up its folder beside its metrics in wandb, and here they are fetched in full, with wandb's own client.
 """
 
+import os
 import re
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import yaml
 
+from .. import jsonl
 from ..errors import ConfigError, RunFailed
 from .sync import check_server
-from .wandb_options import has_api_key, is_installed, server_url
+from .wandb_options import has_api_key, is_installed, server_url, shown_manifest
 
 if TYPE_CHECKING:
+    import wandb
     from wandb.apis.public import Run
 
-KEPT = ("manifest.json", "status.json", "metrics.jsonl", "events.jsonl")
+MANIFEST = "manifest.json"
+KEPT = (MANIFEST, "status.json", "metrics.jsonl", "events.jsonl")
 """Files of a run folder that are uploaded with a run; the configuration is in wandb as such, without secrets."""
 TIMEOUT_S = 30
+
+
+class KeptFiles:
+    """The files of a run folder that go with its run, as they are now and whenever they change.
+
+    They lie in wandb's folder as links, relative ones so that the run folder can be moved before it is uploaded; the
+    manifest as a copy, since its list of overrides may hold what the configuration in wandb does not show.
+
+    Args:
+        hides_overrides: the configuration has a secret, so the command line may have it too.
+    """
+
+    def __init__(self, run: "wandb.Run", run_dir: Path, hides_overrides: bool) -> None:
+        self._run, self._run_dir, self._hides_overrides = run, run_dir, hides_overrides
+        self._folder = Path(run.dir)
+        self._told: set[str] = set()
+        self._manifest_ns = -1
+
+    def update(self) -> None:
+        """Cheap where nothing is new: called with every row."""
+        for name in KEPT:
+            source = self._run_dir / name
+            if name == MANIFEST:
+                self._copy_manifest(source)
+            elif name not in self._told and source.is_file():
+                link = self._folder / name
+                link.unlink(missing_ok=True)
+                link.symlink_to(os.path.relpath(source.resolve(), self._folder.resolve()))
+            if name not in self._told and (self._folder / name).is_file():
+                self._told.add(name)
+                self._run.save(str(self._folder / name), base_path=str(self._folder), policy="live", glob=False)
+
+    def _copy_manifest(self, source: Path) -> None:
+        try:
+            changed_ns = source.stat().st_mtime_ns
+        except FileNotFoundError:
+            return
+        if changed_ns != self._manifest_ns:
+            shown = shown_manifest(jsonl.read_json(source), self._hides_overrides)
+            jsonl.write_json_atomic(self._folder / MANIFEST, shown)
+            self._manifest_ns = changed_ns
 
 
 def download(project: str, group: str | None, to: Path, origin: str) -> None:
@@ -73,8 +118,8 @@ def upload_report(page: Path, project: str) -> None:
     artifact = wandb.Artifact(f"report-{page.stem}", type="report")
     artifact.add_file(str(page))
     try:
-        with wandb.init(
-            entity=entity or None, project=name, job_type="report", dir=tempfile.mkdtemp(prefix="grpo-exp-"),
+        with TemporaryDirectory(prefix="grpo-exp-") as folder, wandb.init(
+            mode="online", entity=entity or None, project=name, job_type="report", dir=folder,
             settings=wandb.Settings(silent=True, console="off", init_timeout=TIMEOUT_S),
         ) as run:  # fmt: skip
             run.log_artifact(artifact)  # the end of the run waits for it

@@ -137,6 +137,12 @@ def run_config(run: TrackedRun) -> dict[str, Json]:
     return {key: _shown(key, value) for key, value in run.config.items()} | flat
 
 
+def shown_manifest(manifest: Mapping[str, object], hides_overrides: bool) -> dict[str, Json]:
+    """What a run is made of, without secrets: overrides are text, in which one may be anywhere."""
+    shown = {key: _shown(key, value) for key, value in manifest.items()}
+    return shown | ({"overrides": [REDACTED]} if hides_overrides and "overrides" in shown else {})
+
+
 def has_secret(config: Json) -> bool:
     """Whether :func:`run_config` has left something out."""
     match config:
