@@ -179,3 +179,22 @@ def test_the_null_tracker_does_nothing() -> None:
     guard.start(RUN)
     guard.log(0, {"loss": None})
     guard.finish(0)
+
+
+@pytest.mark.parametrize(("exit_code", "num_warnings"), [(0, 0), (143, 1)])
+def test_an_artifact_has_more_time_where_the_run_is_done_and_none_where_it_is_being_stopped(
+    exit_code: int, num_warnings: int
+) -> None:
+    class Uploading(Recorder):
+        artifact_s = 30.0
+
+        def finish(self, exit_code: int) -> None:
+            time.sleep(0.5)
+            super().finish(exit_code)
+
+    tracker, warnings = Uploading(), list[str]()
+    guard = guarded(tracker, warnings.append, limit_s=0.1)
+    guard.start(RUN)
+    guard.finish(exit_code)
+    assert len(warnings) == num_warnings
+    assert (("finish", 0) in tracker.calls) == (exit_code == 0)

@@ -149,6 +149,25 @@ def test_wandb_writes_into_the_run_folder_only(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(("is_asked", "exit_code"), [(True, 0), (True, 1), (False, 0)])
+def test_the_last_checkpoint_of_a_run_that_is_done_is_an_artifact_if_asked(
+    run_dir: Path, is_asked: bool, exit_code: int
+) -> None:
+    """What a model loads from, from where it is, without what is for a resume alone."""
+    for step, text in ((1, "old"), (2, "new")):
+        folder = run_dir / "checkpoints" / f"step-{step:06}"
+        folder.mkdir(parents=True)
+        for name in ("model.safetensors", "config.json", "optimizer.safetensors", "trainer.json"):
+            (folder / name).write_text(text)
+    tracker = build(replace(OFFLINE, log_checkpoint=is_asked), pytest.fail)
+    tracker.start(tracked(run_dir))
+    tracker.finish(exit_code)
+    seen = only(segments(run_dir))
+    files = {name: folder / name for name in ("model.safetensors", "config.json")}
+    wanted = {f"model/checkpoint-{seen.run_id}": files} if is_asked and exit_code == 0 else {}
+    assert (seen.artifacts, seen.exit_code) == (wanted, exit_code)
+
+
 def test_a_run_resumed_twice_from_older_checkpoints_is_one_run_with_each_step_once(run_dir: Path) -> None:
     """F4, F5: three offline segments of one id; the count of wandb only rises."""
     for first, last, exit_code in ((0, 5, 143), (3, 6, 143), (5, 8, 0)):

@@ -33,6 +33,7 @@ class Segment:
     metrics: dict[str, str] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
+    artifacts: dict[str, dict[str, Path]] = field(default_factory=dict)  # "type/name" -> name -> where the file is
     exit_code: int | None = None
 
 
@@ -66,6 +67,9 @@ def read_segment(path: Path) -> Segment:
                 }
             case "environment":
                 segment.arguments += list(record.environment.args)
+            case "artifact":
+                files = {entry.path: Path(entry.local_path) for entry in record.artifact.manifest.contents}
+                segment.artifacts[f"{record.artifact.type}/{record.artifact.name}"] = files
             case "exit":
                 segment.exit_code = record.exit.exit_code
     return segment

@@ -41,7 +41,7 @@ def guarded(tracker: Tracker, on_warning: Callable[[str], None] = log_warning, l
     Args:
         tracker: not yet started.
         on_warning: is called in the thread that calls the tracker.
-        limit_s: seconds that ``finish`` may take.
+        limit_s: seconds that ``finish`` may take; a tracker with ``artifact_s`` has so many more for a run that is done.
 
     Calls from another process than the one that started it (a forked child) do nothing.
     """
@@ -54,6 +54,7 @@ class _Guarded:
         self._on_warning = on_warning
         self._limit_s = limit_s
         self.details_every: int = getattr(tracker, "details_every", 0)  # a tracker may know of none
+        self._artifact_s: float = getattr(tracker, "artifact_s", 0.0)
         # SimpleQueue, because a signal handler may use it while the thread that it interrupts does.
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._warnings: SimpleQueue[str] = SimpleQueue()
@@ -97,9 +98,10 @@ class _Guarded:
             return
         self._calls.put(lambda: self._finish(exit_code))
         self._calls.put(None)
-        thread.join(self._limit_s)
+        limit_s = self._limit_s + (self._artifact_s if exit_code == 0 else 0.0)
+        thread.join(limit_s)
         if thread.is_alive():
-            self._warn("finish is slow", f"the tracker did not finish within {self._limit_s:g} s and is left behind")
+            self._warn("finish is slow", f"the tracker did not finish within {limit_s:g} s and is left behind")
             if isinstance(self._tracker, Abandonable):
                 self._takes_rows = False  # what is queued would only fail, row by row
                 self._try("abandon", self._tracker.abandon)

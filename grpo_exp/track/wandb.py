@@ -29,6 +29,7 @@ SERVICE = "wandb-core"  # the process that wandb starts to write and send what i
 OF_THE_TRAINER = ("optimizer.safetensors", "trainer.json")  # in a checkpoint, for a resume alone
 INIT_S = 20.0
 KILL_S = 1.0
+CHECKPOINT_S = 600.0  # more, where a checkpoint is to be uploaded
 UPLOAD_S = 15.0  # at the end of an online run; below the limit of `guarded`, so that wandb can end by itself
 
 
@@ -44,6 +45,7 @@ class WandbTracker:
     def __init__(self, config: TrackerConfig, on_warning: Callable[[str], None], init_s: float = INIT_S) -> None:
         self._config = config
         self.details_every = config.details_every
+        self.artifact_s = CHECKPOINT_S if config.log_checkpoint else 0.0
         self._details: dict[str, object] = {}
         self._on_warning = on_warning
         self._init_s = init_s
@@ -122,7 +124,7 @@ class WandbTracker:
         try:
             self._keep()
             self._summarize(run)
-            if self._config.log_checkpoint and exit_code == 0:
+            if exit_code == 0:
                 self._log_checkpoint(run)
             run.finish(exit_code=exit_code)
         finally:
@@ -138,17 +140,13 @@ class WandbTracker:
             self._on_warning(f"wandb: the run has no summary: {type(error).__name__}: {error}")
 
     def _log_checkpoint(self, run: "wandb.Run") -> None:
-        """Weights, configuration and tokenizer of the last checkpoint: what loads by ``from_pretrained``."""
-        import wandb
-
         checkpoints = list_checkpoints(self._run_dir / "checkpoints")
-        if not checkpoints:
+        if not self._config.log_checkpoint or not checkpoints:
             return
-        artifact = wandb.Artifact(f"checkpoint-{run.id}", type="model", metadata={"step": checkpoints[-1].name})
-        for path in sorted(checkpoints[-1].iterdir()):
-            if path.name not in OF_THE_TRAINER:
-                artifact.add_file(str(path))
-        run.log_artifact(artifact)
+        try:
+            run.log_artifact(_artifact(checkpoints[-1], f"checkpoint-{run.id}"))
+        except Exception as error:  # as above
+            self._on_warning(f"wandb: the checkpoint is not logged: {type(error).__name__}: {error}")
 
     def abandon(self) -> None:
         """Ends the service process, so that a call that waits for it fails instead of hanging.
@@ -185,8 +183,21 @@ class WandbTracker:
             group=options.shorten(run.sweep, options.MAX_NAME) if run.sweep else None,
             tags=options.clean_tags([*self._config.tags, *run.tags]),
             config=config,
-            settings=_settings(self._init_s, keep_command_line=not options.has_secret(config)),
+            settings=_settings(
+                self._init_s, UPLOAD_S + self.artifact_s, keep_command_line=not options.has_secret(config)
+            ),
         )
+
+
+def _artifact(checkpoint: Path, name: str) -> "wandb.Artifact":
+    """Weights, configuration and tokenizer: what loads by ``from_pretrained``."""
+    import wandb
+
+    artifact = wandb.Artifact(name, type="model", metadata={"step": checkpoint.name})
+    for path in sorted(checkpoint.iterdir()):
+        if path.name not in OF_THE_TRAINER:  # uploaded from where they are: wandb would copy them to the user's home
+            artifact.add_file(str(path), policy="immutable", skip_cache=True)
+    return artifact
 
 
 class _Steps:
@@ -218,14 +229,14 @@ class _Steps:
         os.close(self._fd)
 
 
-def _settings(init_s: float, keep_command_line: bool) -> "wandb.Settings":
+def _settings(init_s: float, finish_s: float, keep_command_line: bool) -> "wandb.Settings":
     import wandb
 
     wanted: dict[str, object] = {
         "silent": True,
         "console": "off",  # the run folder has the logs
         "init_timeout": init_s,
-        "finish_timeout": UPLOAD_S,
+        "finish_timeout": finish_s,
         "finish_timeout_raises": True,
         "x_disable_meta": not keep_command_line,
         # By default rows reach the disk every 15 s, and a service that is killed (scancel) takes them with it.
