@@ -33,10 +33,14 @@ def find_problems(config: Config) -> list[ConfigError]:
     return [*problems, *tasks.validate(config.task), *track.validate(config.tracker)]
 
 
-def machine_problems(config: Config) -> list[ConfigError]:
-    """What does not go on this machine, as far as that is seen without torch."""
+def machine_problems(config: Config, starts_ranks: bool = False) -> list[ConfigError]:
+    """What does not go on this machine, as far as that is seen without torch.
+
+    Args:
+        starts_ranks: ranks are not expected to have been started: that is still to come.
+    """
     missing = assets.problem("model.name_or_path", config.model.name_or_path)
-    problems = [*launch_problems(config), *([] if missing is None else [missing])]
+    problems = [*([] if starts_ranks else launch_problems(config)), *([] if missing is None else [missing])]
     if _starts_vllm(config) and find_spec("vllm") is None:
         fix = "vllm is not installed: `make setup-vllm`, or `pip install grpo-exp[vllm]` on a machine with a GPU"
         problems.append(ConfigError("rollout.backend", config.rollout.backend.name, "hf", fix))

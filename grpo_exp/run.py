@@ -20,6 +20,7 @@ import yaml
 from . import assets
 from .config.compose import to_typed
 from .config.schema import Config
+from .distributed.follow import follow
 from .distributed.launched import launch_problems, launched
 from .errors import ConfigError, ConfigErrors, RunFailed
 from .folder import RunFolder, State, read_status
@@ -241,6 +242,8 @@ def main(argv: list[str] | None = None) -> int:
         if os.getppid() != arguments.tied:  # it ended before that took effect
             return 128 + signal.SIGTERM
     warnings.filterwarnings("default", module="grpo_exp")
+    if launched().rank > 0:
+        return follow()
     return execute(arguments.run.resolve(), arguments.resume, console=False)
 
 

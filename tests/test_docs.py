@@ -81,6 +81,8 @@ COMPOSED = {
     "grpo-exp tracker=wandb": "a full run; wandb has tests of its own",
     "grpo-exp -m +sweeps=precision hydra/launcher=slurm hydra.launcher.partition=gpu hydra.launcher.gpus=1"
     " hydra.launcher.time=8:00:00 hydra.launcher.n_jobs=4": "needs a cluster; test_slurm.py starts one",
+    "grpo-exp -m precision=bf16,fp16 seed=0,1,2 distributed=fsdp2 hydra/launcher=slurm hydra.launcher.nodes=2"
+    " hydra.launcher.ranks_per_node=4 hydra.launcher.gpus=h100:4 hydra.launcher.dry_run=true": "has golden files of its own",
     "grpo-exp -m +sweeps=precision tracker=wandb": "twelve full runs; wandb has tests of its own",
     "grpo-exp -m debug=smoke precision=fp32,fp32_tf32,bf16,fp16,bf16_pure,bf16_head32 rollout=lockstep"
     " trainer.device=cuda runs_dir=runs/gpu": "needs a GPU",

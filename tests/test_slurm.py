@@ -4,13 +4,15 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from commands import SMALL, Ended, command, runs, step, wait_for
+from commands import SMALL, Command, Ended, command, runs, step, wait_for
 from small_runs import events, metrics, status
 
 from grpo_exp.launch.freeze_code import copy_code
@@ -233,3 +235,74 @@ def test_edits_after_submission_change_no_job(cluster: None, tmp_path: Path) -> 
     slurm("scontrol", "release", job(path))
     wait_for(lambda: status(path)["state"] == "done", 180)
     assert "seed: 7" in (path / "config.yaml").read_text()
+
+
+def test_a_run_that_takes_too_much_memory_is_explained_and_goes_on_with_more(cluster: None, tmp_path: Path) -> None:
+    line = ("-m", *LONG, "precision=fp32", "seed=0", *SLURM)
+    ended = command(*line, "hydra.launcher.mem=250M", cwd=tmp_path)
+    assert ended.code == 1
+    [path] = runs(tmp_path / "runs").values()
+    assert state(path) in ("OUT_OF_MEMORY", "FAILED")  # the latter where Slurm has no cgroups to count in
+    [shown] = grid(tmp_path).values()
+    assert shown["state"] in ("crashed", "preempted", "created")
+    ended = command(*line, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert [row["step"] for row in metrics(path)] == list(range(STEPS + 1))
+
+
+def test_a_controller_that_is_restarted_is_waited_for(cluster: None, tmp_path: Path) -> None:
+    waiting = Command("-m", *LONG, "precision=fp32", "seed=0,1", *SLURM, "hydra.launcher.n_jobs=1", cwd=tmp_path)
+    wait_for(
+        lambda: (tmp_path / "runs").is_dir() and any(step(path) > 6 for path in runs(tmp_path / "runs").values()), 180
+    )
+    controller = int((Path(os.environ["SLURM_CONF"]).parents[1] / "run" / "slurmctld.pid").read_text())
+    os.kill(controller, signal.SIGKILL)
+    time.sleep(3)  # some looks at the queue get no answer
+    subprocess.run(["slurmctld"], check=True)
+    ended = waiting.end()
+    assert ended.code == 0, ended.err
+    for path in runs(tmp_path / "runs").values():
+        assert (status(path)["state"], state(path)) == ("done", "COMPLETED")
+        assert [row["step"] for row in metrics(path)] == list(range(STEPS + 1))
+
+
+def test_ranks_of_a_run_are_tasks_of_its_job_and_go_on_after_a_requeue(cluster: None, tmp_path: Path) -> None:
+    ranks = ("distributed=fsdp2", "hydra.launcher.ranks_per_node=2", "probe.every=0")
+    line = ("-m", *LONG, "precision=fp32", "seed=0", *SLURM, *ranks)
+    assert command(*line, "hydra.launcher.wait=false", cwd=tmp_path).code == 0
+    [path] = runs(tmp_path / "runs").values()
+    wait_for(lambda: step(path) > 6, 180)
+    slurm("scancel", "--signal=USR2", "--batch", job(path))
+    ended = command(*line, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert (status(path)["state"], state(path)) == ("done", "COMPLETED")
+    assert "Restarts=1" in slurm("scontrol", "show", "job", job(path))
+    assert [row["step"] for row in metrics(path)] == list(range(STEPS + 1))
+    found = json.loads((path / "manifest.json").read_text())["precision"]["observed"]["first_step"]
+    assert (found["num_ranks"], found["wrapper"]) == ("2", "fsdp2")
+
+
+def test_a_rank_that_is_killed_ends_the_job_and_the_same_command_goes_on(cluster: None, tmp_path: Path) -> None:
+    ranks = ("distributed=ddp", "hydra.launcher.ranks_per_node=2")
+    line = ("-m", *LONG, "precision=fp32", "seed=0", *SLURM, *ranks)
+    assert command(*line, "hydra.launcher.wait=false", cwd=tmp_path).code == 0
+    [path] = runs(tmp_path / "runs").values()
+    wait_for(lambda: step(path) > 6, 180)
+    os.kill(_other_rank(path), signal.SIGKILL)
+    wait_for(lambda: state(path) not in ("RUNNING", "COMPLETING"), 90)
+    assert state(path) in ("FAILED", "CANCELLED")
+    assert status(path)["state"] in ("failed", "preempted")
+    ended = command(*line, "hydra.launcher.retry=failed", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    steps = [row["step"] for row in metrics(path)]
+    assert steps == list(range(STEPS + 1))
+
+
+def _other_rank(path: Path) -> int:
+    """The process of rank 1 of a run."""
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        environment = process.info["environ"] or {}
+        words = process.info["cmdline"] or ()
+        if "grpo_exp.run" in words and str(path) in words and environment.get("RANK") == "1":
+            return int(process.pid)
+    raise AssertionError("no rank 1")

@@ -43,6 +43,10 @@ OPTIONS = {
         python="python3",
         extra=["--mail-type=END,FAIL", "--exclusive"],
     ),
+    "slurm_two_ranks.sh": SlurmOptions(python="/venv/bin/python", ranks_per_node=2),
+    "slurm_two_nodes.sh": SlurmOptions(
+        python="python3", nodes=2, ranks_per_node=4, gpus="h100:4", cpus=16, container="apptainer exec --nv image.sif"
+    ),
 }
 
 
@@ -83,6 +87,26 @@ def test_options_that_cannot_be_used_are_named() -> None:
         "hydra.launcher.time='soon': allowed: minutes, H:MM:SS or D-HH:MM:SS"
         " (quote it in a YAML file, where 1:30:00 is a number)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "key", "allowed"),
+    [
+        ("single", "hydra.launcher.nodes=2", "hydra.launcher.nodes=2", "allowed: 1"),
+        ("single", "hydra.launcher.ranks_per_node=4", "hydra.launcher.ranks_per_node=4", "allowed: 1"),
+        ("ddp", "hydra.launcher.nodes=1", "hydra.launcher.ranks_per_node=1", "allowed: 2 or more"),
+        ("fsdp2", "hydra.launcher.nodes=0", "hydra.launcher.nodes=0", "allowed: 1 or more"),
+    ],
+)
+def test_ranks_that_are_not_those_of_the_strategy_are_refused(
+    tmp_path: Path, strategy: str, ranks: str, key: str, allowed: str
+) -> None:
+    line = ("-m", *SMALL, "seed=0,1", "probe.every=0", f"distributed={strategy}", "hydra/launcher=slurm", ranks)
+    ended = command(*line, "hydra.launcher.dry_run=true", cwd=tmp_path)
+    assert ended.code == 2
+    assert key in ended.err
+    assert allowed in ended.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_prints_script_and_frozen_configurations_and_writes_nothing(tmp_path: Path) -> None:

@@ -38,8 +38,11 @@ class Planned:
     overrides: list[str]
 
 
-def check_all(jobs: list[Composed]) -> list[Frozen]:
+def check_all(jobs: list[Composed], starts_ranks: bool = False) -> list[Frozen]:
     """Freeze every job of a command. Nothing is written before all are known to be right.
+
+    Args:
+        starts_ranks: the launcher starts the ranks of a run itself.
 
     Raises:
         ConfigErrors: every problem of every job, each once.
@@ -52,7 +55,7 @@ def check_all(jobs: list[Composed]) -> list[Frozen]:
         except ConfigErrors as errors:
             problems |= {str(error): error for error in errors.errors}
             continue
-        found = [*find_problems(config), *machine_problems(config), *choice_problems(config, job.choices)]
+        found = [*find_problems(config), *machine_problems(config, starts_ranks), *choice_problems(config, job.choices)]
         problems |= {str(error): error for error in found}
         if not found:
             frozen.append(freeze(config))

@@ -7,6 +7,7 @@ signals before a time limit and what can ask for the job to be queued again wher
 import re
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class SlurmOptions:
     mem: str | None = None
     cpus: int | None = None
     gpus: str | None = None
+    nodes: int = 1
+    ranks_per_node: int = 1
     constraint: str | None = None
     exclude: str | None = None
     grace_s: int = 120
@@ -42,6 +45,11 @@ class SlurmOptions:
     wait: bool = True
     poll_s: float = 5.0
     dry_run: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Trainer ranks of a run."""
+        return self.nodes * self.ranks_per_node
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,8 @@ def find_problems(options: SlurmOptions) -> list[ConfigError]:
     problems = []
     if options.retry not in RETRY:
         problems.append(ConfigError(f"{KEY}.retry", options.retry, RETRY))
-    counts = {"n_jobs": options.n_jobs, "cpus": options.cpus, "grace_s": options.grace_s}
+    names = ("n_jobs", "cpus", "grace_s", "nodes", "ranks_per_node")
+    counts: dict[str, int | None] = {name: getattr(options, name) for name in names}
     for name, value in counts.items():
         if value is not None and value < 1:
             problems.append(ConfigError(f"{KEY}.{name}", value, "1 or more"))
@@ -79,6 +88,20 @@ def find_problems(options: SlurmOptions) -> list[ConfigError]:
     for name in sorted(one_line):
         if "\n" in (getattr(options, name) or ""):
             problems.append(ConfigError(f"{KEY}.{name}", getattr(options, name), "one line"))
+    return problems
+
+
+def rank_problems(options: SlurmOptions, strategies: Iterable[str]) -> list[ConfigError]:
+    """Where the ranks that are asked of Slurm are not those of ``distributed.strategy``, of any run."""
+    problems = []
+    for strategy in dict.fromkeys(strategies):
+        if strategy == "single" and options.num_ranks > 1:
+            key = "nodes" if options.nodes > 1 else "ranks_per_node"
+            fix = "distributed=single is one trainer process; or distributed=ddp, fsdp2"
+            problems.append(ConfigError(f"{KEY}.{key}", getattr(options, key), "1", fix))
+        if strategy != "single" and options.num_ranks == 1:
+            fix = f"distributed={strategy} is for several ranks"
+            problems.append(ConfigError(f"{KEY}.ranks_per_node", 1, f"2 or more, or {KEY}.nodes", fix))
     return problems
 
 
@@ -121,21 +144,21 @@ def script(options: SlurmOptions, submission: Submission) -> str:
         "exclude": options.exclude,
     }
     lines = [f"--{name}={value}" for name, value in settings.items() if value is not None]
-    header = "\n".join(f"#SBATCH {line}" for line in ["--ntasks=1", "--requeue", *lines, *options.extra])
+    tasks = [f"--nodes={options.nodes}", f"--ntasks-per-node={options.ranks_per_node}"]
+    first = ["--ntasks=1"] if options.num_ranks == 1 else tasks
+    header = "\n".join(f"#SBATCH {line}" for line in [*first, "--requeue", *lines, *options.extra])
     setup = "".join(f"{line}\n" for line in options.setup)
-    prefix = f"{options.container} " if options.container else ""
-    python = shlex.quote(options.python or sys.executable)
     return f"""#!/bin/bash
 {header}
 
 {setup}export PYTHONPATH={shlex.quote(str(submission.code))}${{PYTHONPATH:+:$PYTHONPATH}}
 run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(submission.folder / "runs.txt"))})
-
+{_meeting_place(options)}
 # USR2 comes before a time limit or a preemption: the run saves a checkpoint, and the job goes back into the queue.
 again=
 trap 'again=1; kill -USR2 "$pid" 2>/dev/null' USR2
 trap : TERM  # reaches the run itself; the shell stays to hand on its exit code
-{prefix}{python} -P -m grpo_exp.run "$run" --resume >>"$run/logs/run.log" 2>&1 &
+{_command(options)} >>"$run/logs/run.log" 2>&1 &
 pid=$!
 while true; do
   wait "$pid"
@@ -146,4 +169,24 @@ if [ -n "$again" ] && [ "$code" -ge 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt
   scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID" && sleep 60  # the id of the last task alone means all
 fi
 exit "$code"
+"""
+
+
+def _command(options: SlurmOptions) -> str:
+    """What runs a folder. ``srun`` starts a process for every rank, and ends all where one is killed."""
+    container = f"{options.container} " if options.container else ""
+    run = f'{container}{shlex.quote(options.python or sys.executable)} -P -m grpo_exp.run "$run" --resume'
+    if options.num_ranks == 1:
+        return run
+    cpus = "" if options.cpus is None else f" --cpus-per-task={options.cpus}"  # srun does not take it from the job
+    ranks = "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"
+    return f"srun --kill-on-bad-exit=1{cpus} bash -c {shlex.quote(f'{ranks}; exec {run}')}"
+
+
+def _meeting_place(options: SlurmOptions) -> str:
+    """Where ranks find each other."""
+    if options.num_ranks == 1:
+        return ""
+    return """export run MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((15000 + SLURM_JOB_ID % 15000))
 """

@@ -22,7 +22,7 @@ from .board import Board
 from .ending import print_end
 from .freeze_code import code_folder, copy_code
 from .prepare import Action, Planned, alone, check_all, decide, foresee, prepare_all
-from .sbatch import SlurmOptions, Submission, find_problems, script
+from .sbatch import SlurmOptions, Submission, find_problems, rank_problems, script
 
 
 def launch(jobs: list[Composed], options: SlurmOptions) -> list[Path]:
@@ -35,7 +35,9 @@ def launch(jobs: list[Composed], options: SlurmOptions) -> list[Path]:
     """
     if problems := find_problems(options):
         raise ConfigErrors(problems)
-    frozen = check_all(jobs)
+    frozen = check_all(jobs, starts_ranks=True)
+    if problems := rank_problems(options, [one.values["distributed"]["strategy"] for one in frozen]):
+        raise ConfigErrors(problems)
     if options.dry_run:
         return _show(jobs, frozen, options)
     console = Console(stderr=True, highlight=False)
