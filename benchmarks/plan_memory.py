@@ -1,7 +1,7 @@
 """Memory that ``grpo-exp plan`` foresees against the measured peak of a training step, in three precisions.
 
 The peak is the kernel's high-water mark of a process of its own over what it held when its libraries were loaded and warm; the
-step is that of a run (log-prob pass, backward, AdamW), on rows as long as the plan assumes. Target: within 15 %.
+step is that of a run (log-prob pass and backward of two micro-batches, AdamW), on rows as long as the plan assumes. Target: within 15 %.
 ``--model smollm2_135m`` wants ``grpo-exp fetch-model smollm2_135m`` first, and 3 GB.
 """
 
@@ -67,8 +67,9 @@ def one(model: str, name: str) -> None:
 def step(policy, optimizer, completions) -> None:  # type: ignore[no-untyped-def]  # torch is imported later
     from grpo_exp.token_batch import RowBatch
 
-    new, _ = policy.logprobs(RowBatch.build(completions, policy.device), 1.0)
-    new.sum().backward()
+    for _ in range(2):  # micro-batches of a step: from the second on, gradients are held during the whole pass
+        new, _ = policy.logprobs(RowBatch.build(completions, policy.device), 1.0)
+        new.sum().backward()
     optimizer.step(1e-6)
     optimizer.zero_grad()
 

@@ -94,7 +94,7 @@ class StepOutcome:
     lr: float
 
 
-def _cut(tensors: list[Tensor]) -> list[list[Tensor]]:
+def cut(tensors: list[Tensor]) -> list[list[Tensor]]:
     """Consecutive tensors together up to ``STEPPED_AT_ONCE``."""
     parts: list[list[Tensor]] = [[]]
     for tensor in tensors:
@@ -135,7 +135,7 @@ class Optimizer:
             [p.detach().to(precision.optimizer_state) for p in own] if self.widened else list(own)
         )
         self.adamw = torch.optim.AdamW(
-            [{"params": some} for some in _cut(self.stepped)],
+            [{"params": some} for some in cut(self.stepped)],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,

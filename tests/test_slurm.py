@@ -195,7 +195,7 @@ def test_a_failing_arm_is_failed_for_slurm_too_and_the_others_end(cluster: None,
 
 def test_a_time_limit_comes_with_a_checkpoint_and_the_job_goes_on(cluster: None, tmp_path: Path) -> None:
     """E14."""
-    line = ("-m", *LONG, "precision=fp32", "seed=0", "trainer.max_steps=null", "trainer.max_minutes=0.2", *SLURM)
+    line = ("-m", *LONG, "precision=fp32", "seed=0", "trainer.max_steps=null", "trainer.max_minutes=0.6", *SLURM)
     ended = command(*line, "hydra.launcher.time=1", cwd=tmp_path)
     assert ended.code == 0, ended.err
     [path] = runs(tmp_path / "runs").values()

@@ -23,7 +23,7 @@ from ..report.render import print_part
 from ..report.stats import t_quantile
 from . import collected
 
-PARTS = ("parameters", "master", "optimizer", "gradients", "activations", "logits")
+PARTS = ("parameters", "master", "optimizer", "gradients", "other_weights", "activations", "logits")
 GIB = 2**30
 
 

@@ -6,6 +6,8 @@ end, so the peak of the pass is that of the real one, for any model that transfo
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..assets import locate
-from ..config.schema import Config
+from ..config.schema import Config, Proximal
 from ..errors import ConfigError
 from ..head import token_logprobs
+from ..optim import cut
 from ..policy import CONFIG_KWARGS, read_checkpoint_dtype
 from ..precision import Precision, resolve
 
@@ -45,6 +48,7 @@ class Memory:
     master: int  # the copy in the moments' dtype, where that is not the parameters'
     optimizer: int  # both moments
     gradients: int
+    other_weights: int  # the reference of a KL penalty, and older versions for a correction
     step_copies: int  # held during the optimizer step only
     activations: int
     logits: int
@@ -55,7 +59,7 @@ class Memory:
     @property
     def trainer(self) -> int:
         """At the peak of a step: either of the pass or of the optimizer step."""
-        held = self.parameters + self.master + self.optimizer + self.gradients
+        held = self.parameters + self.master + self.optimizer + self.gradients + self.other_weights
         return held + max(self.activations + self.logits, self.step_copies)
 
     @property
@@ -107,11 +111,11 @@ def estimate(config: Config, shape: Shape, device: torch.device) -> Memory:
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError("model.name_or_path", config.model.name_or_path, fix=reason) from None
-    precision = resolve(config.precision, own, device, kwargs, config.optim.eps)
+    precision = resolve(config.precision, own, device, kwargs, config.optim.eps, config.distributed.strategy)
     for key in ("attn_implementation",):
         if key in kwargs:
             setattr(model_config, f"_{key}", kwargs[key])
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), _one_sequence_a_row():
         with torch.device(device):
             build = AutoModelForCausalLM.from_config
             model = build(model_config, dtype=precision.params, trust_remote_code=trust)  # type: ignore[no-untyped-call]
@@ -137,14 +141,36 @@ def _measure(model: Any, config: Config, precision: Precision, shape: Shape, dev
         master=count * moment if widened else 0,
         optimizer=2 * count * moment,
         gradients=count * param,
-        # the weights before the step, AdamW's root of the second moments, and a wide gradient
-        step_copies=count * (param + moment + (moment if widened else 0)),
+        other_weights=every * _other_weights(config, precision),
+        # of the weights that are stepped at once: as they were, AdamW's root of the second moments, and a wide gradient
+        step_copies=max(sum(p.numel() for p in some) for some in cut(params)) * (param + moment + moment * widened),
         activations=max(0, peak - logits),
         logits=min(logits, peak),
         generator=every * precision.rollout.itemsize,
         kv_cache=rows * _cache_bytes(model, precision.kv_cache, shape, device),
         wire=every * precision.wire.itemsize,
     )
+
+
+def _other_weights(config: Config, precision: Precision) -> int:
+    """Bytes for each parameter. Older versions are in the memory of the host, which on a CPU is the trainer's too."""
+    reference = precision.reference.itemsize if config.algo.kl_coef else 0
+    is_kept = config.correction.proximal is Proximal.beta_removal
+    return reference + (config.rollout.staleness_bound * precision.params.itemsize if is_kept else 0)
+
+
+@contextmanager
+def _one_sequence_a_row() -> Iterator[None]:
+    """transformers looks for several sequences in a row by the values of its positions, which fake tensors have not: it then
+    makes an attention mask, and repeats keys and values for it, that no run of ours has."""
+    from transformers import masking_utils
+
+    looks = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = looks
 
 
 def _logit_buffers(vocabulary: int, config: Config, precision: Precision, shape: Shape) -> int:
