@@ -141,7 +141,8 @@ def test_runs_in_wandb_compare_as_their_folders_do(sweep: Path, tmp_path: Path) 
     assert (shown.code, page.code) == (0, 0)
     assert "3 runs: 2 done, 1 failed" in shown.out
     assert "<html" in (tmp_path / "report.html").read_text()
-    assert ("report", "report-report") in received.artifacts
+    assert received.artifacts["report/report-report"]["report.html"] == (tmp_path / "report.html").read_bytes()
+    assert "report/report-report" in received.committed
     assert (of_other.code, nothing.code) == (2, 2)
     assert "no run of the group no" in of_other.err
     assert "Could not find project nothing" in nothing.err
@@ -190,7 +191,11 @@ def test_an_online_run_is_sent_as_it_goes_and_a_server_that_dies_does_not_stop_i
     assert [row["step"] for row in metrics(path)] == [0, 1, 2]
     if after == 0:
         assert received.exit_codes == {name: 0}
-        assert ("model", f"checkpoint-{name}") in received.artifacts
+        uploaded = received.artifacts[f"model/checkpoint-{name}"]
+        [checkpoint] = (path / "checkpoints").iterdir()
+        assert uploaded["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
+        assert "optimizer.safetensors" not in uploaded
+        assert f"model/checkpoint-{name}" in received.committed
         assert [row["step"] for row in received.rows[name]] == [0, 1, 2]
         assert received.files[name]["metrics.jsonl"] == (path / "metrics.jsonl").read_bytes()
         assert json.loads(received.files[name]["status.json"])["state"] == "done"

@@ -26,7 +26,8 @@ class Received:
     summary: dict[str, dict[str, Any]] = field(default_factory=dict)
     exit_codes: dict[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    artifacts: list[tuple[str, str]] = field(default_factory=list)  # type and collection
+    artifacts: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by type/collection
+    committed: list[str] = field(default_factory=list)  # the artifacts of which all has come
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if match := re.fullmatch(r"/upload/(\w+)/(.+)", self.path):
             self.received.files.setdefault(match[1], {})[unquote(match[2])] = data
+        elif match := re.fullmatch(r"/artifact/([^/]+/[^/]+)/(.+)", self.path):
+            self.received.artifacts[match[1]][unquote(match[2])] = data
         self.answer({})
 
     def do_GET(self) -> None:
@@ -79,13 +82,8 @@ class Handler(BaseHTTPRequestHandler):
             base = f"http://{self.headers['Host']}/upload/{variables['run']}"
             files = [{"name": name, "uploadUrl": f"{base}/{name}"} for name in variables["files"]]
             return {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": files}}
-        if "createArtifact(" in query:  # one that is there already: then nothing of it is uploaded
-            made = variables.get("input") or variables
-            self.received.artifacts.append((made["artifactTypeName"], made["artifactCollectionName"]))
-            sequence = {"id": "sequence", "latestArtifact": None}
-            return {
-                "createArtifact": {"artifact": {"id": "artifact", "state": "COMMITTED", "artifactSequence": sequence}}
-            }
+        if "rtifact" in query and (answer := self.artifact(query, variables)):
+            return answer
         if "query RunFiles(" in query:
             files = self.received.files.get(variables["name"], {})
             found = [self.file(variables["name"], name) for name in files if name in variables["fileNames"]]
@@ -102,6 +100,33 @@ class Handler(BaseHTTPRequestHandler):
             return {"model": {"id": "project", "name": "lab", "entity": team, "bucket": bucket}}
         viewer = {"id": "me", "entity": "team", "username": "me", "email": "", "flags": "{}", "teams": {"edges": []}}
         return {"viewer": viewer, "serverInfo": None, "model": None, "project": None, "__type": None}
+
+    def artifact(self, query: str, variables: dict[str, Any]) -> dict[str, Any] | None:
+        """Those of ours are taken; of wandb's own it is said that they are there, and nothing of them is uploaded."""
+        if "createArtifact(" in query:
+            made = variables["input"]
+            name = f"{made['artifactTypeName']}/{made['artifactCollectionName']}"
+            is_ours = made["artifactTypeName"] in ("model", "report")
+            if is_ours:
+                self.received.artifacts[name] = {}
+            state = "PENDING" if is_ours else "COMMITTED"
+            sequence = {"id": "sequence", "latestArtifact": None}
+            return {"createArtifact": {"artifact": {"id": name, "state": state, "artifactSequence": sequence}}}
+        if "createArtifactManifest(" in query:
+            file = self.target(variables["artifactID"], variables["name"]) | {"id": "file"}
+            return {"createArtifactManifest": {"artifactManifest": {"id": "manifest", "file": file}}}
+        if "createArtifactFiles(" in query:
+            files = variables["input"]["artifactFiles"]
+            nodes = [self.target(file["artifactID"], file["name"]) | {"storagePath": file["name"]} for file in files]
+            return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
+        if "commitArtifact(" in query:
+            self.received.committed.append(variables["artifactID"])
+            return {"commitArtifact": {"artifact": {"id": variables["artifactID"], "digest": ""}}}
+        return None
+
+    def target(self, artifact: str, name: str) -> dict[str, Any]:
+        url = f"http://{self.headers['Host']}/artifact/{artifact}/{name}"
+        return {"uploadUrl": url, "uploadHeaders": [], "uploadMultipartUrls": None, "artifact": {"id": artifact}}
 
     def project(self, variables: dict[str, Any]) -> dict[str, Any] | None:
         """The runs of a project, of one group if the filter asks for it; None where there is no such project."""
