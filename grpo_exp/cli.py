@@ -58,10 +58,10 @@ def dispatch(argv: list[str]) -> int:
         case ["resume", *rest]:
             return resume(rest)
         case ["sync", *rest]:
-            from .report.load import run_folders
+            from .report.load import is_running, run_folders
             from .track.sync import main as sync
 
-            return sync(rest, run_folders)
+            return sync(rest, run_folders, is_running)
         case ["fetch-model", *rest]:
             from .fetch import main as fetch
 

@@ -88,6 +88,22 @@ def check_received(sweep: Path, received: Received) -> None:
     assert SECRET not in repr(received)
 
 
+def test_a_run_that_goes_on_is_uploaded_when_it_has_ended(sweep: Path) -> None:
+    """wandb would take what there is for the whole run and mark it as uploaded."""
+    path = next(iter(runs(sweep).values()))
+    for mark in path.glob("wandb/*/*.synced"):
+        mark.unlink()
+    ended = (path / "status.json").read_text()
+    with wandb_server() as (url, received):
+        going_on = json.loads(ended) | {"state": "running", "pid": os.getpid()}
+        (path / "status.json").write_text(json.dumps(going_on))
+        early = sync(path, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
+        assert (early.code, early.out, received.runs) == (1, "1 still running\n", {})
+        assert early.err == f"{path.name}: still running, to be uploaded when it has ended\n"
+        (path / "status.json").write_text(ended)
+        assert sync(path, WANDB_BASE_URL=url, WANDB_API_KEY=KEY).out.endswith("1 uploaded\n")
+
+
 def processes_of(url: str) -> list[int]:
     found = []
     for process in psutil.process_iter():

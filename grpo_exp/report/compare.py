@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="grpo-exp compare",
         description="Compare runs: arms against a baseline, with intervals over seeds and a check for confounds.",
-        epilog="Exit code 2: nothing to compare, or a wrong argument. Exit code 3: see --fail-if-confounded.",
+        epilog="Exit code 1: wandb does not answer. Exit code 2: nothing to compare, or a wrong argument. Exit code 3: see --fail-if-confounded.",
     )
     parser.add_argument(
         "paths", nargs="*", type=_path, metavar="PATH", help="a run folder, or a folder with runs in it"

@@ -145,6 +145,11 @@ def read_run(path: Path) -> RunRecord:
     return RunRecord(path, as_text(name), state, reason, config, manifest, status)
 
 
+def is_running(path: Path) -> bool:
+    """Whether the run of a folder goes on, as far as one can see from here."""
+    return read_run(path).state is RunState.running
+
+
 def _part(path: Path, problems: list[str]) -> Section:
     try:
         return _read_mapping(path)

@@ -17,14 +17,18 @@ from .wandb_options import has_api_key, is_installed, server_url
 
 CONNECT_S = 10.0
 UPLOAD_S = 1800.0  # for one run: wandb itself would try for days
+RUNNING = "still running"
 USAGE = "grpo-exp sync RUN_OR_SWEEP…"
 
 
-def main(argv: Sequence[str], run_folders: Callable[[Path], Iterable[Path]]) -> int:
+def main(argv: Sequence[str], run_folders: Callable[[Path], Iterable[Path]], is_running: Callable[[Path], bool]) -> int:
     """The command. 0: all there is has been uploaded; 1: some of it has not.
+
+    A run that goes on is left for later: wandb would mark what there is of it as all.
 
     Args:
         run_folders: the run folders at or below a path.
+        is_running: of a run folder.
     """
     if not argv or any(word.startswith("-") for word in argv):
         raise ConfigError("sync", " ".join(argv), f"run folders, or folders of them: {USAGE}")
@@ -37,10 +41,15 @@ def main(argv: Sequence[str], run_folders: Callable[[Path], Iterable[Path]]) -> 
         raise ConfigError("sync", "no API key", "WANDB_API_KEY, or what `wandb login` stores", "run `wandb login`")
     check_server(server_url(), "nothing was uploaded")
     runs = list(dict.fromkeys(run for word in argv for run in run_folders(Path(word))))
-    states = [sync_run(run) for run in runs]
-    counts = {state: states.count(state) for state in ("uploaded", "failed", "nothing to upload")}
+    states = [_left_for_later(run) if segments(run) and is_running(run) else sync_run(run) for run in runs]
+    counts = {state: states.count(state) for state in ("uploaded", "failed", RUNNING, "nothing to upload")}
     print(", ".join(f"{count} {state}" for state, count in counts.items() if count) or "no runs found")
-    return int("failed" in states)
+    return int("failed" in states or RUNNING in states)
+
+
+def _left_for_later(run: Path) -> str:
+    print(f"{run.name}: {RUNNING}, to be uploaded when it has ended", file=sys.stderr)
+    return RUNNING
 
 
 def check_server(url: str, so: str) -> None:

@@ -15,7 +15,7 @@ import yaml
 from .. import jsonl
 from ..errors import ConfigError, RunFailed
 from .sync import check_server
-from .wandb_options import has_api_key, is_installed, server_url, shown_manifest
+from .wandb_options import MAX_NAME, has_api_key, is_installed, server_url, shorten, shown_manifest
 
 if TYPE_CHECKING:
     import wandb
@@ -84,7 +84,7 @@ def download(project: str, group: str | None, to: Path, origin: str) -> None:
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))
-    filters = {} if group is None else {"group": group}
+    filters = {} if group is None else {"group": shorten(group, MAX_NAME)}
     try:
         api = wandb.Api(timeout=TIMEOUT_S)
         runs = [run for run in api.runs(project, filters, order="+created_at", lazy=False) if "run/name" in run.config]
