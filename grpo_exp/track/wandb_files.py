@@ -6,6 +6,7 @@ that make up its folder beside its metrics in wandb, and here they are fetched i
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ MANIFEST = "manifest.json"
 KEPT = (MANIFEST, "status.json", "metrics.jsonl", "events.jsonl")
 """Files of a run folder that are uploaded with a run; the configuration is in wandb as such, without secrets."""
 TIMEOUT_S = 30
+NUM_FETCHES = 8  # runs at a time
 
 
 class KeptFiles:
@@ -88,9 +90,8 @@ def download(project: str, group: str | None, to: Path, origin: str) -> None:
     try:
         api = wandb.Api(timeout=TIMEOUT_S)
         runs = [run for run in api.runs(project, filters, order="+created_at", lazy=False) if "run/name" in run.config]
-        for run in runs:
-            _fetch(run, to / run.id)
-            (to / run.id / origin).write_text(run.url)
+        with ThreadPoolExecutor(NUM_FETCHES) as pool:  # nearly all of the time is waiting for answers
+            list(pool.map(lambda run: _fetch(run, to / run.id, origin), runs))
     except ValueError as error:  # what wandb raises for a project that is not there
         raise ConfigError("--wandb", project, fix=_first_line(error)) from error
     except Exception as error:  # of the network, by several names
@@ -137,7 +138,7 @@ def _check(project: str, key: str, so: str) -> None:
     check_server(server_url(), so)
 
 
-def _fetch(run: "Run", folder: Path) -> None:
+def _fetch(run: "Run", folder: Path, origin: str) -> None:
     """A file that is not there is found missing by who reads the folder."""
     folder.mkdir(parents=True)
     own = {key: value for key, value in run.config.items() if "/" not in key and not key.startswith("_")}
@@ -145,6 +146,7 @@ def _fetch(run: "Run", folder: Path) -> None:
     for file in run.files(names=list(KEPT)):
         if file.name in KEPT:
             file.download(root=str(folder), replace=True).close()
+    (folder / origin).write_text(run.url)
 
 
 def _first_line(error: Exception) -> str:
