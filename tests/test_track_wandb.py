@@ -13,9 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from wandb_file import Segment, segments
+from wandb_server import KEY, wandb_server
 
 from grpo_exp.config.schema import TrackerConfig, TrackerName, WandbMode
 from grpo_exp.track import Details, Sample, TrackedRun, Tracker, build, guarded
+from grpo_exp.track.sync import sync_run
+from grpo_exp.track.wandb_record import mend
 
 OFFLINE = TrackerConfig(name=TrackerName.wandb, project="lab", entity="team", mode=WandbMode.offline, tags=["a", "b"])
 SCRIPT = """
@@ -147,6 +150,50 @@ def test_wandb_writes_into_the_run_folder_only(
     assert list(elsewhere.iterdir()) == []
     assert {path.name for path in run_dir.iterdir()} == {"wandb", "wandb_id", "wandb_step"}
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_that_was_killed_in_the_middle_of_a_record_is_uploaded_with_the_attempt_after_it(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself wandb gives up at the torn end, and uploads no attempt after it, ever."""
+    for steps in ((1, 2, 3), (3, 4)):
+        tracker = start(tracked(run_dir))
+        for step in steps:
+            tracker.log(step, {"reward/mean": float(step)})
+        tracker.finish(0)
+        if steps[0] == 1:
+            [record] = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+            whole = record.read_bytes()
+            record.write_bytes(whole[: whole.rindex(b"_step") + 1])
+    with wandb_server() as (url, received):
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        assert sync_run(run_dir) == "uploaded"
+        assert sync_run(run_dir) == "nothing to upload"
+    [rows] = received.rows.values()
+    assert [row["step"] for row in rows] in ([1, 2, 3, 4], [1, 2, 3, 3, 4])
+    assert list(received.exit_codes.values()) == [0]
+
+
+def test_a_torn_record_is_cut_off_and_nothing_else(run_dir: Path) -> None:
+    tracker = start(tracked(run_dir))
+    tracker.log(1, {f"reward/{index}": float(index) for index in range(2000)})  # a record of several blocks
+    tracker.log(2, {"reward/mean": 1.0})
+    tracker.finish(0)
+    [path] = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    whole = path.read_bytes()
+    assert len(whole) > 2 * 32 * 1024
+    assert mend(path) == 0
+    ends = set()
+    for size in (*range(7, len(whole), 997), *range(len(whole) - 300, len(whole), 11)):
+        path.write_bytes(whole[:size])
+        cut = mend(path)
+        assert path.read_bytes() == whole[: size - cut]
+        assert mend(path) == 0
+        ends.add(size - cut)
+    assert 3 < len(ends) < 40  # the ends of records, not any byte
+    path.write_bytes(b"something else")
+    assert mend(path) == 0
 
 
 @pytest.mark.parametrize(("is_asked", "exit_code"), [(True, 0), (True, 1), (False, 0)])

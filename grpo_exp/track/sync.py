@@ -1,7 +1,8 @@
 """``grpo-exp sync PATH…``: upload what runs have kept offline, with wandb's own ``wandb sync``, run by run.
 
 An interrupted and resumed run has one offline folder per attempt; all of them go into one call, so that wandb uploads them
-in the order of their start, as one run. What wandb has uploaded it marks, and it is left alone the next time.
+in the order of their start, as one run. What a kill left torn is cut off first. What wandb has uploaded it marks, and it is
+left alone the next time.
 """
 
 import socket
@@ -14,6 +15,7 @@ from urllib.request import getproxies
 
 from ..errors import ConfigError, RunFailed
 from .wandb_options import has_api_key, is_installed, server_url
+from .wandb_record import mend
 
 CONNECT_S = 10.0
 UPLOAD_S = 1800.0  # for one run: wandb itself would try for days
@@ -77,6 +79,8 @@ def sync_run(run: Path, limit_s: float = UPLOAD_S) -> str:
     if not waiting:
         print(f"{run.name}: nothing to upload")
         return "nothing to upload"
+    for record in (record for folder in waiting for record in folder.glob("run-*.wandb")):
+        mend(record)
     command = [sys.executable, "-m", "wandb", "sync", *map(str, waiting)]
     try:
         done = subprocess.run(
