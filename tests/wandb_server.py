@@ -27,15 +27,24 @@ class Received:
     exit_codes: dict[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     artifacts: dict[str, dict[str, bytes]] = field(default_factory=dict)  # by type/collection
+    is_gone: bool = False  # it answers nobody any more
     committed: list[str] = field(default_factory=list)  # the artifacts of which all has come
 
 
 class Handler(BaseHTTPRequestHandler):
     received: Received
-    rows_until_gone: int
+    dies: bool
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        if self.dies and self.path.endswith("/file_stream"):
+            self.received.is_gone = True
+        self.close_connection |= self.received.is_gone
+        return not self.received.is_gone
 
     def do_POST(self) -> None:
         data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -45,8 +54,6 @@ class Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(r"/files/\w+/\w+/(\w+)/file_stream", self.path):
             self.file_stream(match[1], json.loads(data))
             self.answer({})
-            if self.rows_until_gone and any(len(rows) >= self.rows_until_gone for rows in self.received.rows.values()):
-                self.server.socket.close()
         else:  # measurements of wandb's own
             self.answer({})
 
@@ -193,14 +200,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def wandb_server(rows_until_gone: int = 0) -> Iterator[tuple[str, Received]]:
+def wandb_server(dies: bool = False) -> Iterator[tuple[str, Received]]:
     """Its address, and what it has been sent.
 
     Args:
-        rows_until_gone: answer nobody any more once a run has sent so many rows; 0: always answer.
+        dies: answer nobody any more from the first rows on, which are lost.
     """
     received = Received()
-    handler = type("Handler", (Handler,), {"received": received, "rows_until_gone": rows_until_gone})
+    handler = type("Handler", (Handler,), {"received": received, "dies": dies})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
