@@ -1,6 +1,7 @@
 """Checkpoints: enough to go on as if nothing had happened. Weights and moments as safetensors, the rest as JSON.
 
-    step-000050/  model.safetensors config.json tokenizer…   an ordinary checkpoint, loadable by its path
+    step-000050/  model.safetensors config.json tokenizer…   an ordinary checkpoint, loadable by its path; with adapters
+                                                             these alone, as peft keeps them
                   optimizer.safetensors                      AdamW's moments by parameter name, the state of torch's RNG
                   trainer.json                               step, policy version, loss scale, data cursor, open groups
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from .errors import RunFailed
 from .folder import list_checkpoints
+from .lora import adapter_parameters, is_adapted
 from .optim import Optimizer
 from .parts import in_parts, part, part_like, whole
 from .sync.shm import unique_parameters
@@ -48,6 +50,7 @@ class Progress:
     evaluated_at: int = -1  # the last step with an evaluation
     groups: dict[str, int] = field(default_factory=dict)
     reference: int | None = None  # checksum of the base checkpoint, where the KL from it is taken
+    base: int | None = None  # checksum of the weights that adapters are beside
     alarm: dict[str, Any] = field(default_factory=dict)
 
 
@@ -61,7 +64,7 @@ class Tensors:
     @classmethod
     def of(cls, model: nn.Module, optimizer: Optimizer) -> "Tensors":
         """Of a run as it stands; of weights in parts on several ranks, which have to ask together, copies on the host."""
-        weights = unique_parameters(model)
+        weights = trained_parameters(model)
         return cls(
             {name: whole(p).cpu() if in_parts(p) else p for name, p in weights.items()},
             {name: tensor.contiguous() for name, tensor in optimizer.tensors().items()},
@@ -69,10 +72,15 @@ class Tensors:
 
     @torch.no_grad()
     def put_into(self, model: nn.Module, optimizer: Optimizer) -> None:
-        parameters = unique_parameters(model)
+        parameters = trained_parameters(model)
         for name, tensor in self.weights.items():
             part(parameters[name]).copy_(part_like(parameters[name], tensor))
         optimizer.load_tensors(self.moments)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """What is trained of a model, by the name it has in a checkpoint: its weights, or its adapters."""
+    return adapter_parameters(model) or unique_parameters(model)
 
 
 def save(
@@ -130,10 +138,11 @@ def load(path: Path, model: nn.Module) -> Tensors:
         RunFailed: if the checkpoint is of another model or in other dtypes.
     """
     try:
-        weights, moments = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
+        file = path / ("adapter_model.safetensors" if is_adapted(model) else "model.safetensors")
+        weights, moments = load_file(file), load_file(path / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
         raise RunFailed(f"{path} is damaged ({error}): remove it to go on from the checkpoint before") from error
-    parameters = unique_parameters(model)
+    parameters = trained_parameters(model)
     if set(weights) != set(parameters):
         raise RunFailed(f"{path} is not a checkpoint of this model: {sorted(set(weights) ^ set(parameters))}")
     for name, tensor in weights.items():

@@ -44,6 +44,9 @@ def machine_problems(config: Config, starts_ranks: bool = False) -> list[ConfigE
     if _starts_vllm(config) and find_spec("vllm") is None:
         fix = "vllm is not installed: `make setup-vllm`, or `pip install grpo-exp[vllm]` on a machine with a GPU"
         problems.append(ConfigError("rollout.backend", config.rollout.backend.name, "hf", fix))
+    if config.lora.rank and find_spec("peft") is None:
+        fix = "peft is not installed: pip install 'grpo-exp[lora]'"
+        problems.append(ConfigError("lora.rank", config.lora.rank, "0", fix))
     if has_gpu():
         return problems
     if config.trainer.device is Device.cuda:

@@ -162,7 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
         of_logprobs, of_entropy = grads[0], grads[1]
         factor = buffer.fp32.new_zeros(len(tokens)) if of_logprobs is None else of_logprobs / -ctx.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = buffer.fp32.new_zeros(weight.shape)
+        grad_weight = buffer.fp32.new_zeros(weight.shape) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else buffer.fp32.new_zeros(bias.shape)
         for start in range(0, len(tokens), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -177,6 +177,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias += d_logits.sum(0)
             d_product = buffer.rounded(d_logits)
             grad_hidden[part] = torch.mm(d_product, buffer.operand).to(ctx.head_dtype).to(hidden.dtype)
+            if grad_weight is None:
+                continue
             states = fp32_unless_native(hidden[part].to(ctx.head_dtype))
             if states.dtype is grad_weight.dtype:
                 grad_weight.addmm_(d_product.T, states)
@@ -184,7 +186,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight += torch.mm(d_product.T, states)
         return (
             grad_hidden,
-            grad_weight.to(ctx.head_dtype).to(weight.dtype),
+            None if grad_weight is None else grad_weight.to(ctx.head_dtype).to(weight.dtype),
             None if grad_bias is None else grad_bias.to(ctx.head_dtype).to(bias.dtype),
             *[None] * 4,
         )

@@ -86,10 +86,11 @@ def restore(trainer: "AsyncGRPOTrainer", resume: bool | str | Path) -> Path | No
         return None
     tensors = checkpoint.load(found[-1], trainer.model)
     trainer.progress = checkpoint.read_progress(found[-1])
-    reference = trainer.passes.reference
+    reference, name = trainer.passes.reference, trainer.config.model.name_or_path
     if reference is not None and reference.checksum != trainer.progress.reference:
-        name = trainer.config.model.name_or_path
         raise RunFailed(f"{name} is not the checkpoint that the run began with: it is the reference of algo.kl_coef")
+    if trainer.base != trainer.progress.base:
+        raise RunFailed(f"{name} is not the checkpoint that the run began with: its adapters are beside other weights")
     trainer.optimizer.loss_scale.load_state_dict(trainer.progress.loss_scale)
     if trainer.team is not None:
         trainer.team.put(tensors)

@@ -13,10 +13,12 @@ from torch import Tensor
 from .device import num_ranks
 from .distributed.team import Team
 from .folder import RunFolder
+from .lora import adapter_parameters
 from .manifest import hardware
 from .optim import Optimizer
 from .policy import Policy
 from .precision import Audit, DtypeProbe, Precision, dtype_name, observed_dtypes
+from .sync.shm import unique_parameters
 from .weights import Reference
 
 
@@ -104,10 +106,15 @@ class ReadBack:
 
     def _before_training(self, generator: dict[str, str]) -> dict[str, str]:
         return {
-            "params": observed_dtypes(self.policy.model.parameters()),
+            "params": observed_dtypes(unique_parameters(self.policy.model).values()),
             "matmul": torch.get_float32_matmul_precision(),
             "loss_scale": self.optimizer.loss_scale.mode_in_effect,
             **({"num_ranks": str(num_ranks())} if self.team is None else self.team.observed()),
+            **(
+                {"adapter": observed_dtypes(adapted)}
+                if (adapted := adapter_parameters(self.policy.model).values())
+                else {}
+            ),
             **({"reference": observed_dtypes(self.reference)} if self.reference else {}),
             **generator,
         }

@@ -127,7 +127,7 @@ class Optimizer:
         self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.params: list[Tensor] = [p for _, p in self.named]
         self._places = {name: place for place, (name, _) in enumerate(self.named)}
-        self.widened = precision.optimizer_state != precision.params
+        self.widened = precision.optimizer_state != (precision.adapter or precision.params)
         self.copies = self.widened or any(in_parts(p) for p in self.params)
         """Whether AdamW steps other tensors than the parameters, which have to be given each gradient."""
         own = [part(p.detach()) if in_parts(p) else p for p in self.params]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .assets import locate
+from .config.schema import Config
 from .config.sites import UNKNOWN, checkpoint_dtype, loader_dtype, parse_init_kwargs
 from .errors import ConfigError
 from .head import linear_head, token_logprobs
@@ -67,6 +69,22 @@ def load_policy(
     if device is not None and kwargs["device_map"] is None:
         nn.Module.to(model, device)
     nn.Module.eval(model)
+    return model
+
+
+def load_trained(config: Config, precision: Precision, device: torch.device) -> "PreTrainedModel":
+    """The model of a configuration on a device, with the adapters that it is trained by, if it is."""
+    model = load_policy(
+        locate(config.model.name_or_path),
+        config.model.init_kwargs,
+        precision.params,
+        config.model.trust_remote_code,
+        device,
+    )
+    if precision.adapter is not None:
+        from .lora import add_adapters
+
+        add_adapters(model, config.lora, precision.adapter, config.seed)
     return model
 
 

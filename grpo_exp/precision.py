@@ -16,6 +16,7 @@ from .config.schema import LossScaleConfig, PrecisionConfig, Strategy
 from .config.sites import SPELLINGS, Site, combination_problems, resolve_sites, site_problems
 from .errors import ConfigError, ConfigErrors, RunFailed
 from .kernels import kernel_name, matmul_context
+from .sync.names import is_adapter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # the one table of dtypes
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -38,6 +39,7 @@ class Precision:
     matmul: str
     loss_scale: LossScaleConfig
     reasons: Mapping[str, str]
+    adapter: torch.dtype | None = None  # None: all weights are trained
 
     @property
     def autocasts(self) -> bool:
@@ -71,6 +73,7 @@ def resolve(
     init_kwargs: Mapping[str, Any] | None = None,
     optim_eps: float = 1e-8,
     strategy: Strategy = Strategy.single,
+    adapted: bool = False,
 ) -> Precision:
     """Turn the precision group into torch dtypes.
 
@@ -80,6 +83,7 @@ def resolve(
         init_kwargs: keywords for ``from_pretrained``; a ``dtype`` in it must agree with ``precision.params``.
         optim_eps: Adam's epsilon, which must not round to zero in the moments' dtype.
         strategy: how ranks train together; some combinations need it.
+        adapted: whether adapters are trained, not the weights.
 
     Raises:
         ConfigError: (a ValueError) naming key, value and what is allowed, for every site that cannot be had.
@@ -88,7 +92,7 @@ def resolve(
     if problems:
         raise ConfigErrors(problems)
     plain = checkpoint_dtype.strip().lower().removeprefix("torch.")
-    sites = resolve_sites(config, init_kwargs or {}, SPELLINGS.get(plain, plain))
+    sites = resolve_sites(config, init_kwargs or {}, SPELLINGS.get(plain, plain), adapted)
     problems = [*combination_problems(config, sites, optim_eps, strategy), *device_problems(config, sites, device)]
     if problems:
         raise ConfigErrors(problems)
@@ -182,15 +186,18 @@ class Audit:
 
 
 class DtypeProbe:
-    """Reads the dtype that a module's matmuls really give, by a forward hook on its linear layers; ``close`` removes it."""
+    """Reads the dtype that a module's matmuls really give, by a forward hook on its linear layers; ``close`` removes it.
+
+    Adapters have a dtype of their own, and what they give is rounded to that of the layer.
+    """
 
     def __init__(self, module: nn.Module, skip: nn.Module | None = None) -> None:
         self.seen: set[torch.dtype] = set()
         self.is_paused = False
         self._handles = [
             layer.register_forward_hook(self._record)
-            for layer in module.modules()
-            if isinstance(layer, nn.Linear) and layer is not skip
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear) and layer is not skip and not is_adapter(f".{name}.")
         ]
 
     def _record(self, module: nn.Module, inputs: Any, output: Tensor) -> None:

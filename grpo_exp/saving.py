@@ -24,6 +24,7 @@ def save(trainer: "AsyncGRPOTrainer") -> None:
     trainer.progress.loss_scale = trainer.optimizer.loss_scale.state_dict()
     reference = trainer.passes.reference
     trainer.progress.reference = None if reference is None else reference.checksum
+    trainer.progress.base = trainer.base
     trainer.progress.alarm = trainer.alarm.state_dict()
     trainer.progress.cursor = trainer.source.stream.cursor
     trainer.progress.open_serials = sorted({*trainer.source.buffer.serials(), *trainer.source.stream.again})

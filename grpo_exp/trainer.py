@@ -34,16 +34,18 @@ from .evaluating import evaluate_if_due
 from .folder import RunFolder, State
 from .keep import Keeper
 from .lifecycle import close, describe, finish, preempt, start
+from .lora import is_adapted
 from .observe import ReadBack
 from .optim import Optimizer
 from .overflow import find_overflow
-from .policy import Policy, load_policy, read_checkpoint_dtype
+from .policy import Policy, load_trained, read_checkpoint_dtype
 from .precision import resolve
 from .record import Clock, Recorder
 from .rollout.process import Spawned
 from .rollout.source import RolloutSource
 from .rollout.types import Group
 from .saving import save_if_due
+from .sync.shm import checksum, unique_parameters
 from .tasks import Accuracy, RewardSpec, Row, Task, import_path
 from .tokens import Codec, load_tokenizer
 from .track import NullTracker, Tracker
@@ -114,12 +116,19 @@ class AsyncGRPOTrainer:
         kwargs, source = config.model.init_kwargs, locate(config.model.name_or_path)
         own_dtype = read_checkpoint_dtype(source, kwargs, config.model.trust_remote_code)
         self.precision = resolve(
-            config.precision, own_dtype, self.device, kwargs, config.optim.eps, config.distributed.strategy
+            config.precision,
+            own_dtype,
+            self.device,
+            kwargs,
+            config.optim.eps,
+            config.distributed.strategy,
+            config.lora.rank > 0,
         )
         torch.set_num_threads(config.trainer.num_threads)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.model = load_policy(source, kwargs, self.precision.params, config.model.trust_remote_code, self.device)
+        self.model = load_trained(config, self.precision, self.device)
+        self.base = checksum(unique_parameters(self.model).values()) if is_adapted(self.model) else None
         self.policy = Policy(self.model, self.precision, config.trainer.logprob_chunk)
         self.processing_class = processing_class or load_tokenizer(
             locate(config.model.tokenizer or source), config.model.trust_remote_code, kwargs.get("revision")

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from .batch import MicroBatch, StepBatch
 from .errors import RunFailed
+from .lora import as_served, without_adapters
 from .parts import in_parts, part, whole
 from .policy import LogProbs, Policy
-from .sync.shm import checksum
+from .sync.names import canonical_name, is_adapter
+from .sync.shm import checksum, unique_parameters
 from .token_batch import TokenBatch
 
 
@@ -59,8 +61,15 @@ def _exchanged(own: list[Tensor], others: list[Tensor]) -> Iterator[None]:
 
 
 def rounded(model: nn.Module, *dtypes: torch.dtype) -> list[Tensor]:
-    """The weights as they are after a cast to each of the dtypes in turn, for :func:`swapped`."""
-    weights = [parameter.detach() for parameter in model.parameters()]
+    """The weights as they are after a cast to each of the dtypes in turn, for :func:`swapped`.
+
+    Adapters are merged first, as for a generator, and then add nothing.
+    """
+    served = dict(as_served(model, unique_parameters(model)))
+    weights = [
+        torch.zeros_like(p) if is_adapter(name) else served[canonical_name(name)].detach()
+        for name, p in model.named_parameters()
+    ]
     for dtype in dtypes:
         weights = [weight.to(dtype) for weight in weights]
     return weights
@@ -91,13 +100,17 @@ class Reference:
         self.policy = copy(policy)
         self.policy.precision = replace(own, params=own.reference)
         self._pass = across or self.policy.logprobs
-        self.weights = [p.detach().to(own.reference, copy=True) for p in policy.model.parameters()]
+        self._is_adapted = own.adapter is not None  # then the base is the reference, and there is no copy of it
+        base = unique_parameters(policy.model).values() if self._is_adapted else policy.model.parameters()
+        self.weights = [p.detach().to(own.reference, copy=not self._is_adapted) for p in base]
         self.checksum = checksum(whole(weight) for weight in self.weights)
 
     @torch.no_grad()
     def logprobs(self, tokens: TokenBatch) -> Tensor:
         """Of the completion tokens of a batch, [n] float32, in nats."""
-        with self.unwatched(), swapped(self.policy.model, self.weights):
+        model = self.policy.model
+        as_reference = without_adapters(model) if self._is_adapted else swapped(model, self.weights)
+        with self.unwatched(), as_reference:
             return self._pass(tokens, self.temperature)[0]
 
 

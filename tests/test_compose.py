@@ -21,7 +21,19 @@ from grpo_exp.config.schema import Config, LossScaleMode, OptimConfig, Precision
 from grpo_exp.config.sites import resolve_sites
 from grpo_exp.errors import ConfigError
 
-GROUPS = ("model", "precision", "rollout", "task", "algo", "correction", "optim", "alarm", "distributed", "tracker")
+GROUPS = (
+    "model",
+    "precision",
+    "rollout",
+    "task",
+    "algo",
+    "correction",
+    "optim",
+    "lora",
+    "alarm",
+    "distributed",
+    "tracker",
+)
 GLOBAL = ("experiment", "debug")
 REFUSED = {("bf16_head32", "vllm"), ("bf16_head32", "vllm_server")}  # vLLM's head computes in the rollout dtype
 NEEDS = {  # what an option cannot know by itself

@@ -70,6 +70,9 @@ COMPOSED = {
     "grpo-exp correction=seq_tis correction.weight_high=5 correction.veto=1e-4": "a full run",
     "grpo-exp correction=decoupled correction.proximal=interpolate rollout.max_staleness=2": "a full run",
     "grpo-exp alarm=stop precision=bf16_rollout_fp32": "a full run",
+    "grpo-exp lora=r16 precision=bf16 optim.lr=3e-3": "a full run; test_lora.py has small ones",
+    "grpo-exp lora=r16 lora.rank=8 lora.target_modules=[v_proj] precision=bf16_pure precision.optimizer_state=fp32": "a"
+    " full run",
     "grpo-exp alarm.kl.threshold=0.02 alarm.kl.action=lower_lr": "a full run",
     "grpo-exp -m rollout.record=true seed=0,1,2 runs_dir=runs/recorded": "three full runs",
     "grpo-exp experiment=phantom_clip": "a full run",

@@ -15,7 +15,7 @@ ROOT = PACKAGE.parent
 LAYERS = (
     {"allocator", "arguments", "errors"},
     {"assets", "config", "jsonl"},
-    {"distributed.launched"},
+    {"distributed.launched", "sync.names"},
     {"alarm", "algo", "callbacks", "folder", "kernels", "manifest", "precision", "rollout.types", "tasks.types"},
     {
         "batch",
@@ -24,6 +24,7 @@ LAYERS = (
         "device",
         "distributed",
         "head",
+        "lora",
         "metrics",
         "observe",
         "optim",

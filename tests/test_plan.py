@@ -9,10 +9,13 @@ import scipy.stats
 import torch
 from commands import command
 
+from grpo_exp.assets import locate
 from grpo_exp.config.compose import compose, to_typed
-from grpo_exp.config.schema import Config
+from grpo_exp.config.schema import Config, LoraConfig
+from grpo_exp.lora import adapter_parameters, add_adapters
 from grpo_exp.plan.command import detectable
 from grpo_exp.plan.memory import Memory, Shape, estimate
+from grpo_exp.policy import load_policy
 
 SHAPE = Shape(8, 24)
 
@@ -35,10 +38,24 @@ def test_sites_take_their_number_of_parameters_times_the_size_of_their_dtype() -
     assert mixed.generator == 2 * n
 
 
+def test_with_adapters_only_these_have_gradients_and_moments() -> None:
+    found, whole = planned("precision=bf16_pure", "lora=r16"), planned("precision=bf16_pure")
+    adapters = sum(p.numel() for p in adapter_parameters(_adapted_tiny()).values())
+    assert found.num_params == whole.num_params
+    assert found.parameters == whole.parameters + 2 * adapters
+    assert (found.gradients, found.optimizer, found.generator) == (2 * adapters, 4 * adapters, whole.generator)
+    assert planned("precision=bf16", "lora=r16", "algo.kl_coef=0.1").other_weights == 0
+    assert planned("precision=bf16", "algo.kl_coef=0.1").other_weights == 4 * whole.num_params
+
+
+def _adapted_tiny() -> torch.nn.Module:
+    model = load_policy(locate("asset:tiny"))
+    add_adapters(model, LoraConfig(rank=16), torch.float32, 0)
+    return model
+
+
 def test_the_cache_is_that_of_every_layer_head_and_token() -> None:
     from transformers import AutoConfig
-
-    from grpo_exp.assets import locate
 
     model = AutoConfig.from_pretrained(locate("asset:tiny"))
     found = planned("precision=bf16", "rollout.batch_size=10")

@@ -150,6 +150,18 @@ def test_every_part_of_a_step_is_the_same_on_two_ranks(tmp_path: Path, settings:
 
 
 @pytest.mark.ranks
+def test_adapters_are_trained_by_two_ranks_as_by_one(tmp_path: Path) -> None:
+    settings = (*THREE_STEPS, "lora=r16", "algo.kl_coef=0.1")
+    run, other = trained(tmp_path / "one", 0, *settings), trained(tmp_path / "ddp", 2, *settings, "distributed=ddp")
+    assert_same_rows(run, other)
+    [adapters, theirs] = (
+        load_file(path / "checkpoints/step-000003/adapter_model.safetensors") for path in (run, other)
+    )
+    assert max(float((adapters[name] - theirs[name]).abs().max()) for name in adapters) < 1e-6
+    assert observed(other)["adapter"] == "fp32"
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_skip_the_same_steps_in_fp16_and_name_the_same_module(tmp_path: Path, strategy: str) -> None:
     settings = (

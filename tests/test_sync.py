@@ -15,7 +15,8 @@ from grpo_exp.precision import DTYPES
 from grpo_exp.rollout.hf import HFEngine
 from grpo_exp.rollout.process import open_memory
 from grpo_exp.rollout.types import EngineSpec, Request
-from grpo_exp.sync.shm import Payload, Sender, canonical_name, check_fit, tensors_in, unique_parameters
+from grpo_exp.sync.names import canonical_name
+from grpo_exp.sync.shm import Payload, Sender, check_fit, tensors_in, unique_parameters
 
 NAMES = ("fp32", "bf16", "fp16")
 

@@ -25,5 +25,7 @@ def layout_problems(config: Config) -> Iterator[ConfigError]:
         yield ConfigError(
             "correction.proximal", "beta_removal", "rollout, recompute, interpolate with distributed=fsdp2", fix
         )
+    if config.lora.rank:
+        yield ConfigError("lora.rank", config.lora.rank, "0 with distributed=fsdp2", "adapters are not laid in parts")
     if config.rollout.backend is Backend.replay:
         yield ConfigError("rollout.backend", "replay", "hf, vllm, vllm_server with distributed=fsdp2", fix)

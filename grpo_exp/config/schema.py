@@ -163,6 +163,15 @@ class ModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters in the place of all weights; ``precision.adapter`` is their dtype."""
+
+    rank: int = 0  # 0 = none: all weights are trained
+    alpha: float = 32.0  # B A is multiplied by alpha / rank
+    target_modules: list[str] = field(default_factory=list)  # names of linear layers; none = all but the head
+
+
+@dataclass
 class LossScaleConfig:
     """Loss scaling for fp16 compute; the fields of ``torch.amp.GradScaler``. ``static`` uses ``init`` for ever."""
 
@@ -187,6 +196,7 @@ class PrecisionConfig:
     kv_cache: str | None = None  # follows rollout
     wire: str | None = None  # follows rollout
     reference: str | None = None  # follows params
+    adapter: str | None = None  # follows optimizer_state
     matmul: str = "highest"
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 
@@ -445,6 +455,7 @@ class Config:
     algo: AlgoConfig = MISSING
     correction: CorrectionConfig = MISSING
     optim: OptimConfig = MISSING
+    lora: LoraConfig = field(default_factory=LoraConfig)
     distributed: DistributedConfig = MISSING
     tracker: TrackerConfig = MISSING
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -44,8 +44,12 @@ FOLLOWS: dict[str, str | None] = {
     "kv_cache": "rollout",
     "wire": "rollout",
     "reference": "params",
+    "adapter": "optimizer_state",
 }
-"""Every dtype site, in the order in which they are resolved, with the site it follows where it is null."""
+"""Every dtype site, in the order in which they are resolved, with the site it follows where it is null.
+
+``adapter`` is there where adapters are trained, and ``grad_reduce`` follows it then: it is their gradients that are summed.
+"""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,9 @@ def loader_dtype(init_kwargs: Mapping[str, Any], params: object) -> str:
     return asked
 
 
-def resolve_sites(config: PrecisionConfig, init_kwargs: Mapping[str, Any], checkpoint: str) -> dict[str, Site]:
+def resolve_sites(
+    config: PrecisionConfig, init_kwargs: Mapping[str, Any], checkpoint: str, adapted: bool = False
+) -> dict[str, Site]:
     """Decide every dtype site. ``checkpoint`` is the checkpoint's own dtype: what ``auto`` stands for.
 
     Raises:
@@ -173,6 +179,10 @@ def resolve_sites(config: PrecisionConfig, init_kwargs: Mapping[str, Any], check
                 f"precision.{site}", "auto", NAMES, f"the checkpoint is stored in {checkpoint}: name a dtype"
             )
         sites[site] = Site(checkpoint, "the checkpoint's own dtype") if name == "auto" else Site(name, reason)
+    if not adapted:
+        del sites["adapter"]
+    elif config.grad_reduce is None:
+        sites["grad_reduce"] = Site(sites["adapter"].name, "follows adapter", "adapter")
     return sites
 
 
@@ -255,10 +265,17 @@ def combination_problems(
     if name["reference"] not in ("fp32", name["params"], name["compute"]):
         allowed = ", ".join(dict.fromkeys(("fp32", name["params"], name["compute"])))
         refuse("reference", allowed, "the reference computes as the policy does: in precision.compute")
+    trained = name.get("adapter", name["params"])
+    if trained not in ("fp32", name["params"]):
+        refuse("adapter", f"fp32, {name['params']}", "adapters are kept in fp32 or in the dtype of the weights")
+    if config.adapter is not None and "adapter" not in name:
+        problems.append(ConfigError("precision.adapter", config.adapter, "null", "lora.rank=0: there is no adapter"))
+    if "adapter" in name and name["reference"] != name["params"]:
+        refuse("reference", name["params"], "with adapters the reference is the base, as it is")
     if strategy is Strategy.fsdp2 and name["reference"] != name["params"]:
         refuse("reference", name["params"], "distributed=fsdp2 computes the reference with the parts of the policy")
-    if strategy is Strategy.single and name["grad_reduce"] != name["params"]:
-        refuse("grad_reduce", name["params"], "distributed=single reduces nothing over ranks")
+    if strategy is Strategy.single and name["grad_reduce"] != trained:
+        refuse("grad_reduce", trained, "distributed=single reduces nothing over ranks")
     if name["kv_cache"] != name["rollout"]:
         refuse("kv_cache", name["rollout"], "every engine here keeps its cache in the rollout dtype")
     return problems

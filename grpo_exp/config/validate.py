@@ -77,7 +77,7 @@ def _precision_problems(config: Config) -> list[ConfigError]:
     own = checkpoint_dtype(folder) if folder.is_dir() else None
     if not problems:
         try:
-            sites = resolve_sites(precision, kwargs, own or UNKNOWN)
+            sites = resolve_sites(precision, kwargs, own or UNKNOWN, config.lora.rank > 0)
             problems = combination_problems(precision, sites, config.optim.eps, config.distributed.strategy)
             problems += engine_problems(config.rollout.backend, {site: entry.name for site, entry in sites.items()})
         except ConfigError as error:
@@ -127,6 +127,7 @@ def _count_problems(config: Config) -> list[ConfigError]:
     }
     or_zero = {
         "repeat": config.repeat,
+        "lora.rank": config.lora.rank,
         "trainer.eval_every": trainer.eval_every,
         "trainer.save_every": trainer.save_every,
         "probe.every": config.probe.every,
@@ -160,6 +161,7 @@ def _number_problems(config: Config) -> list[ConfigError]:
         "rollout.request_timeout_s": config.rollout.request_timeout_s,
         "rollout.http_timeout_s": config.rollout.http_timeout_s,
         "optim.eps": optim.eps,
+        "lora.alpha": config.lora.alpha,
         "algo.advantage_eps": config.algo.advantage_eps,
         "sweep.margin": config.sweep.margin,
     }

@@ -10,7 +10,7 @@ from ..config.schema import Config, Strategy
 from ..device import compute_device
 from ..optim import Optimizer
 from ..passes import PassRunner
-from ..policy import Policy, load_policy, read_checkpoint_dtype
+from ..policy import Policy, load_trained, read_checkpoint_dtype
 from ..precision import resolve
 from ..weights import Reference
 from .ranks import Ranks
@@ -26,12 +26,12 @@ def build_team(config: Config, ranks: Ranks) -> Team:
         config.model.trust_remote_code,
     )
     own_dtype = read_checkpoint_dtype(source, kwargs, remote_code)
-    precision = resolve(config.precision, own_dtype, device, kwargs, config.optim.eps, config.distributed.strategy)
+    precision = resolve(
+        config.precision, own_dtype, device, kwargs, config.optim.eps, config.distributed.strategy, config.lora.rank > 0
+    )
     torch.set_num_threads(config.trainer.num_threads)
     torch.set_float32_matmul_precision(precision.matmul)
-    policy = Policy(
-        load_policy(source, kwargs, precision.params, remote_code, device), precision, config.trainer.logprob_chunk
-    )
+    policy = Policy(load_trained(config, precision, device), precision, config.trainer.logprob_chunk)
     wrapped = wrap(config, policy, ranks)
     assert wrapped is not None, "a rank that does not lead is one of several"
     optimizer = build_optimizer(config, policy, ranks)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..batch import MicroBatch
-from ..checkpoint import Tensors
+from ..checkpoint import Tensors, trained_parameters
 from ..config.schema import Strategy
 from ..errors import RunFailed
 from ..optim import Optimizer, StepOutcome
@@ -223,7 +223,7 @@ class Team:
 
     @torch.no_grad()
     def _put(self, tensors: Tensors | None) -> None:
-        parameters = unique_parameters(self.model)
+        parameters = trained_parameters(self.model)
         for name, tensor in self._sent(None if tensors is None else tensors.weights):
             part(parameters[name]).copy_(part_like(parameters[name], tensor))
         for name, tensor in self._sent(None if tensors is None else tensors.moments):

@@ -148,7 +148,9 @@ def _parts(report: dict[str, Any], options: argparse.Namespace) -> list[Grid | L
         )
     rows = [(arm["name"], *(in_bytes(arm["bytes"][part]) for part in PARTS), in_bytes(arm["bytes"]["trainer"]))
             for arm in arms]  # fmt: skip
-    trainer = Grid("Memory of the trainer at its peak", ("arm", *PARTS, "in all"), tuple(rows))
+    trainer = Grid(
+        "Memory of the trainer at its peak", ("arm", *(part.replace("_", " ") for part in PARTS), "in all"), tuple(rows)
+    )
     rows = [(arm["name"], in_bytes(arm["bytes"]["generator"]), in_bytes(arm["bytes"]["kv_cache"]), str(arm["num_workers"]),
              in_bytes(arm["bytes"]["wire"]), in_bytes(arm["bytes"]["total"]),
              {None: "", True: "fits", False: "does NOT fit"}[arm["fits"]]) for arm in arms]  # fmt: skip

@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..assets import locate
-from ..config.schema import Config, Proximal
+from ..config.schema import Config, LoraConfig, Proximal
 from ..errors import ConfigError
 from ..head import token_logprobs
 from ..optim import cut
 from ..policy import CONFIG_KWARGS, read_checkpoint_dtype
 from ..precision import Precision, resolve
+from ..sync.shm import unique_parameters
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ def estimate(config: Config, shape: Shape, device: torch.device) -> Memory:
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError("model.name_or_path", config.model.name_or_path, fix=reason) from None
-    precision = resolve(config.precision, own, device, kwargs, config.optim.eps, config.distributed.strategy)
+    precision = resolve(
+        config.precision, own, device, kwargs, config.optim.eps, config.distributed.strategy, config.lora.rank > 0
+    )
     for key in ("attn_implementation",):
         if key in kwargs:
             setattr(model_config, f"_{key}", kwargs[key])
@@ -120,7 +123,32 @@ def estimate(config: Config, shape: Shape, device: torch.device) -> Memory:
             build = AutoModelForCausalLM.from_config
             model = build(model_config, dtype=precision.params, trust_remote_code=trust)  # type: ignore[no-untyped-call]
         model.eval()
+        if precision.adapter is not None:
+            _adapt(model, config.lora, precision.adapter)
         return _measure(model, config, precision, shape, device)
+
+
+class _Adapted(nn.Module):
+    """What peft's layer computes; peft itself cannot put one into a model of fake tensors."""
+
+    def __init__(self, layer: nn.Linear, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.Linear(layer.in_features, rank, bias=False, dtype=dtype, device=layer.weight.device)
+        self.lora_B = nn.Linear(rank, layer.out_features, bias=False, dtype=dtype, device=layer.weight.device)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(states)
+        beside: Tensor = self.lora_B(self.lora_A(states.to(self.lora_A.weight.dtype)))
+        return (out + beside * 2.0).to(out.dtype)
+
+
+def _adapt(model: Any, config: LoraConfig, dtype: torch.dtype) -> None:
+    model.requires_grad_(False)
+    for name, layer in list(model.base_model.named_modules()):
+        parent, _, own = name.rpartition(".")
+        if isinstance(layer, nn.Linear) and (not config.target_modules or own in config.target_modules):
+            setattr(model.base_model.get_submodule(parent), own, _Adapted(layer, config.rank, dtype))
 
 
 def _measure(model: Any, config: Config, precision: Precision, shape: Shape, device: torch.device) -> Memory:
@@ -129,15 +157,16 @@ def _measure(model: Any, config: Config, precision: Precision, shape: Shape, dev
         raise ConfigError("model.name_or_path", config.model.name_or_path, fix="plan needs a model with a linear head")
     params = [p for p in model.parameters() if p.requires_grad]
     count = sum(p.numel() for p in params)
-    widened = precision.optimizer_state != precision.params
-    moment, param = precision.optimizer_state.itemsize, precision.params.itemsize
+    trained = precision.adapter or precision.params
+    widened = precision.optimizer_state != trained
+    moment, param = precision.optimizer_state.itemsize, trained.itemsize
     logits = _logit_buffers(len(head.weight), config, precision, shape)
     peak = _pass_peak(model, head, config, precision, shape, device)
     rows = min(config.rollout.batch_size, config.trainer.prompts_per_step * config.algo.group_size)
-    every = sum(p.numel() for p in model.parameters())
+    every = sum(p.numel() for p in unique_parameters(model).values())
     return Memory(
         num_params=every,
-        parameters=every * param,
+        parameters=sum(p.numel() * p.element_size() for p in model.parameters()),
         master=count * moment if widened else 0,
         optimizer=2 * count * moment,
         gradients=count * param,
@@ -154,7 +183,7 @@ def _measure(model: Any, config: Config, precision: Precision, shape: Shape, dev
 
 def _other_weights(config: Config, precision: Precision) -> int:
     """Bytes for each parameter. Older versions are in the memory of the host, which on a CPU is the trainer's too."""
-    reference = precision.reference.itemsize if config.algo.kl_coef else 0
+    reference = precision.reference.itemsize if config.algo.kl_coef and precision.adapter is None else 0
     is_kept = config.correction.proximal is Proximal.beta_removal
     return reference + (config.rollout.staleness_bound * precision.params.itemsize if is_kept else 0)
 
@@ -185,10 +214,11 @@ def _pass_peak(
 ) -> int:
     """The most that forward and backward hold beyond weights and gradients."""
     rows, width = shape.rows(config), shape.prompt + shape.completion
-    for parameter in model.parameters():
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     live = _Live()
-    live.ignore([*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()])
+    live.ignore([*model.parameters(), *(p.grad for p in trained), *model.buffers()])
     with live:
         ids = torch.zeros(rows, width, dtype=torch.long, device=device)
         with precision.compute_context(device):

@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,13 +17,14 @@ import xxhash
 from torch import Tensor, nn
 
 from ..errors import RunFailed
+from ..lora import as_served
 from ..parts import whole
 from ..precision import DTYPES, dtype_name
+from .names import canonical_name, is_adapter
 
 ALIGNMENT, PAGE = 64, 4096
 CHUNK = 1 << 19
 """Elements that are copied and then read once more for the checksum, while they are still in the processor's cache."""
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,16 @@ class Payload:
         return cls(body["version"], DTYPES[body["dtype"]], slots, body["checksum"])
 
 
-@cache
-def canonical_name(name: str) -> str:
-    """A parameter's name in the checkpoint: without what wrappers put in front of it or in between."""
-    before = ""
-    while before != name:  # wrappers come in any order
-        before = name
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "") if wrapper.startswith("_") else name.removeprefix(wrapper)
-    return name.replace(".base_layer.", ".")
-
-
 def unique_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by canonical name; of tied ones the first name only.
+    """Parameters by canonical name; of tied ones the first name only, and none of an adapter.
 
     Raises:
         RunFailed: if two parameters come to the same name.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():  # already leaves out the second name of a tied parameter
+        if is_adapter(name):
+            continue
         clean = canonical_name(name)
         if clean in found:
             raise RunFailed(f"two parameters are called {clean} (one of them {name})")
@@ -139,7 +130,8 @@ class Sender:
     def write(self, version: int, model: nn.Module) -> Payload:
         """Cast and copy every parameter; the result goes to the worker as a message.
 
-        Weights in parts are put together one parameter after the other, in the order of :func:`unique_parameters`.
+        Weights in parts are put together, and adapters merged, one parameter after the other, in the order of
+        :func:`unique_parameters`.
         """
         parameters = unique_parameters(model)
         if not self._halves:
@@ -147,8 +139,8 @@ class Sender:
         places = self._halves[self._half]
         self._half = 1 - self._half
         held, total = None if self.rollout == self.wire else self.rollout, Checksum()
-        for slot, target in places:
-            copy_and_check(whole(parameters[slot.name]), target, total, held)
+        for (_, target), (_, weight) in zip(places, as_served(model, parameters), strict=True):
+            copy_and_check(whole(weight), target, total, held)
         return Payload(version, self.wire, tuple(slot for slot, _ in places), total.value)
 
     def _lay_out(self, parameters: Mapping[str, Tensor]) -> None:
