@@ -216,21 +216,37 @@ class Turns:
         return True
 
 
-def make_trainer(overrides: list[str], output: Path, turns: Turns | None = None) -> "AsyncGRPOTrainer":
-    """The demo's trainer with some overrides, without evaluation and checkpoints; ``turns`` hears of every step."""
+def make_trainer(
+    overrides: list[str],
+    output: Path,
+    turns: Turns | None = None,
+    on_step: Callable[[dict[str, Any]], bool] | None = None,
+    reward_funcs: list[Any] | None = None,
+) -> "AsyncGRPOTrainer":
+    """The demo's trainer with some overrides, without evaluation and checkpoints.
+
+    Args:
+        turns: hears of every step.
+        on_step: is given the metrics of every step instead; False ends the run.
+        reward_funcs: instead of the task's.
+    """
     from grpo_exp.args import AsyncGRPOConfig
     from grpo_exp.config.compose import compose, to_typed
     from grpo_exp.tasks import build
     from grpo_exp.trainer import AsyncGRPOTrainer
 
+    if turns is not None:
+        on_step = lambda metrics: turns.step_done(metrics["tokens"])  # noqa: E731
+
     class Steps:
         def on_step_end(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
-            assert turns is not None
-            control.should_training_stop = not turns.step_done(metrics["tokens"])
+            assert on_step is not None
+            control.should_training_stop = not on_step(metrics)
 
     bounds = [f"trainer.max_steps={STEPS_BOUND}", "trainer.eval_every=0", "trainer.save_every=0", "trainer.device=cpu"]
     config = to_typed(compose([*bounds, *overrides]).config)
     task = build(config.task)
     args = AsyncGRPOConfig.from_config(config, str(output))
-    callbacks = [] if turns is None else [Steps()]
-    return AsyncGRPOTrainer(config.model.name_or_path, task.reward_funcs, args, task.train, callbacks=callbacks)
+    callbacks = [] if on_step is None else [Steps()]
+    rewards = reward_funcs or task.reward_funcs
+    return AsyncGRPOTrainer(config.model.name_or_path, rewards, args, task.train, callbacks=callbacks)
