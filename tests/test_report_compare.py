@@ -171,7 +171,7 @@ def test_csv_has_one_row_per_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "error: the following arguments are required: PATH"),
+        ([], "error: PATH='': allowed: run folders, or --wandb ENTITY/PROJECT"),
         ([""], "error: argument PATH: an empty path"),
         (["nope"], "error: PATH='nope': no such folder"),
         (["empty"], "error: PATH='empty': no run in it"),
