@@ -141,6 +141,8 @@ class ScriptedPool:
     An answer of None is no answer, now or ever.
     """
 
+    works_when_polled = False
+
     def __init__(self, answer: Callable[[Request, int], Item | None]) -> None:
         self.answer = answer
         self.version = 0
