@@ -135,7 +135,6 @@ class Unhurried(HFEngine):
 
 
 class ScriptedPool:
-    works_when_polled = False
     """In place of a :class:`WorkerPool`: gives every request to ``answer(request, version)`` when it is polled.
 
     An answer of None is no answer, now or ever.
