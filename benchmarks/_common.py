@@ -203,6 +203,10 @@ class Turns:
         )
         return self._wait(tokens)
 
+    def on_step(self, metrics: dict[str, Any]) -> bool:
+        """:meth:`step_done` for :func:`make_trainer`."""
+        return self.step_done(metrics["tokens"])
+
     def _begin(self, tokens: int) -> None:
         self.start = (cpu_seconds(), time.perf_counter(), tokens)
 
@@ -219,24 +223,19 @@ class Turns:
 def make_trainer(
     overrides: list[str],
     output: Path,
-    turns: Turns | None = None,
     on_step: Callable[[dict[str, Any]], bool] | None = None,
     reward_funcs: list[Any] | None = None,
 ) -> "AsyncGRPOTrainer":
     """The demo's trainer with some overrides, without evaluation and checkpoints.
 
     Args:
-        turns: hears of every step.
-        on_step: is given the metrics of every step instead; False ends the run.
+        on_step: is given the metrics of every step, and says whether to go on.
         reward_funcs: instead of the task's.
     """
     from grpo_exp.args import AsyncGRPOConfig
     from grpo_exp.config.compose import compose, to_typed
     from grpo_exp.tasks import build
     from grpo_exp.trainer import AsyncGRPOTrainer
-
-    if turns is not None:
-        on_step = lambda metrics: turns.step_done(metrics["tokens"])  # noqa: E731
 
     class Steps:
         def on_step_end(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:

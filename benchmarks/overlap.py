@@ -130,7 +130,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         match options.contestant:
             case "async":
-                make_trainer(overrides, Path(folder) / "run", turns).train()
+                make_trainer(overrides, Path(folder) / "run", turns.on_step).train()
             case "generation":
                 loop_generation(turns, overrides, Path(folder))
             case "training":

@@ -55,7 +55,7 @@ def overrides(model: str) -> list[str]:
 
 def train_ours(model: str, turns: Turns, workers: int, output: Path) -> None:
     threads = ["rollout.num_threads=1", f"trainer.num_threads={os.environ['OMP_NUM_THREADS']}"]
-    make_trainer([*overrides(model), *threads, f"rollout.num_workers={workers}"], output, turns).train()
+    make_trainer([*overrides(model), *threads, f"rollout.num_workers={workers}"], output, turns.on_step).train()
 
 
 def train_trl(model: str, turns: Turns, output: Path) -> None:

@@ -3,9 +3,8 @@
 The tiny model with a longer context and without an end-of-sequence token: every completion has exactly the length asked for.
 Each cell is a process of its own with its workers. What is reported: trained tokens per second, CPU-microseconds per token of
 the trainer and of the workers, what of the trainer's is outside of its passes (texts, rewards, buffer, metrics, weights), and
-peak memory. Targets, where the work per token should stay the same: outside of the passes a token of the longest completions,
-of the largest groups and at the highest staleness costs at most 1.5 times what it costs at the other end, and the workers'
-part that is not attention grows likewise (attention itself is quadratic in the length).
+peak memory. Target: outside of the passes a token costs at most 1.5 times as much in the last row of a table as in the first.
+Passes and workers have none: attention is quadratic in the length, and the embedded engine copies its cache at every token.
 """
 
 import argparse
@@ -28,7 +27,7 @@ WARM_UP = 2  # steps
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting. ``prompts`` of a step are chosen so that its tokens stay about the same."""
+    """One setting. In a table of lengths or groups the tokens of a step stay the same."""
 
     length: int = 256
     group: int = 8
@@ -75,7 +74,7 @@ def reward(prompts: Any, completions: Any, completion_ids: list[list[int]], **co
 
 
 class Meter:
-    """Takes the place of the turns of a contestant: hears of every step."""
+    """Hears of every step, and adds up what the steps after the warm-up take."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.done, self.seen, self.passes_s = steps, 0, Seen(), 0.0
@@ -91,7 +90,7 @@ class Meter:
 
         return run_timed
 
-    def step_done(self, metrics: dict[str, Any]) -> bool:
+    def on_step(self, metrics: dict[str, Any]) -> bool:
         self.done += 1
         if self.done == WARM_UP:
             self.start = self._cpu()
@@ -130,7 +129,7 @@ def run_cell(cell: Cell, steps: int) -> None:
             f"trainer.prompts_per_step={cell.prompts}", f"rollout.num_workers={cell.workers}",
             f"rollout.max_staleness={cell.staleness}", "rollout.num_threads=1", "trainer.num_threads=1", "optim.lr=1e-5",
         ]  # fmt: skip
-        trainer = make_trainer(overrides, folder / "run", on_step=meter.step_done, reward_funcs=[reward])
+        trainer = make_trainer(overrides, folder / "run", on_step=meter.on_step, reward_funcs=[reward])
         setattr(trainer.passes, "run", meter.timed(trainer.passes.run))  # noqa: B010 - a method, to the type checker
         trainer.train()
         print(MARK + json.dumps(asdict(meter.seen)), flush=True)
@@ -161,7 +160,7 @@ def row(name: str, cell: Cell, steps: int) -> float:
     print(
         f"  {name:16} {cell.tokens:7} {cell.tokens / statistics.median(seen.wall_s):9.0f}"
         f" {micros(seen.trainer_cpu_s, cell):11.1f} {beside:11.1f} {micros(seen.worker_cpu_s, cell):11.1f}"
-        f" {seen.trainer_mb:11.0f} {seen.worker_mb / max(cell.workers, 1):11.0f}"
+        f" {seen.trainer_mb:11.0f} {seen.worker_mb / cell.workers:11.0f}"
     )
     return beside
 

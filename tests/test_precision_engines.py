@@ -28,16 +28,14 @@ COLUMNS = {
 }
 FOLLOWS = {"= params": "fp32", "= rollout": "bf16"}
 WITH = {
+    "grad_reduce": lambda name: ["distributed=ddp"],
+    "adapter": lambda name: ["lora=r16"],
     "params": lambda name: [f"precision.compute={name}", "precision.loss_scale.mode=none"],
     "compute": lambda name: ["precision.loss_scale.mode=" + ("dynamic" if name == "fp16" else "none")],
     "reference": lambda name: ["algo.kl_coef=0.1"],
     "rollout": lambda name: [f"precision.rollout_head={name}"],
 }
 """What has to be said besides, so that only the site in question is tried."""
-
-
-ELSEWHERE = ("grad_reduce", "adapter")
-"""What they take depends on ranks and on adapters: test_ranks.py and test_lora.py hold them to it."""
 
 
 def rows() -> dict[str, dict[str, str]]:
@@ -57,7 +55,7 @@ def rows() -> dict[str, dict[str, str]]:
 def cells() -> Iterator[tuple[str, str, str]]:
     for site, row in rows().items():
         for column, cell in row.items():
-            if site not in ("read back in", *ELSEWHERE) and cell != "–":
+            if site != "read back in" and cell != "–":
                 yield site, column, cell
 
 
@@ -67,7 +65,13 @@ def problems(config: Config, device: str) -> list[ConfigError]:
     if found:
         return found
     try:
-        made = hook.resolve(config.precision, "fp32", torch.device(device))
+        made = hook.resolve(
+            config.precision,
+            "fp32",
+            torch.device(device),
+            strategy=config.distributed.strategy,
+            adapted=config.lora.rank > 0,
+        )
     except ConfigError as error:
         return [error]
     sites = {site: hook.dtype_name(getattr(made, site)) for site in ("rollout", "rollout_head")}
@@ -84,7 +88,7 @@ def test_a_cell_says_what_is_accepted(site: str, column: str, cell: str, monkeyp
     )  # a replay serves nothing
     for one in backends:
         text = rows()[site][f"`rollout={one.name}`, CPU"] if cell == "as on the CPU" else cell
-        allowed = {FOLLOWS[text]} if text in FOLLOWS else set(re.split(r",\s*", text))
+        allowed = {FOLLOWS.get(part, part) for part in re.split(r",\s*", text)}
         choices = MODES if site == "matmul" else NAMES
         assert allowed <= set(choices)
         for name in choices:
